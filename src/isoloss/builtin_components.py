@@ -13,9 +13,7 @@ LANGUAGES = {
         "teacher": ("TeacherConfig", "a causal language model that writes sentences"),
         "framed": ("WithSpecialTokensConfig", "another language between [CLS] and [SEP]"),
     },
-    "isoloss.lab.languages.serialization": {
-        "file": ("FileConfig", "a stored language"),
-    },
+    "isoloss.lab.languages.serialization": {"file": ("FileConfig", "a stored language")},
 }
 ALGORITHMS = {
     "isoloss.lab.training.algorithms.config": {
@@ -95,9 +93,7 @@ MEASURES = {
         "finetune-TASK": "Finetune",
         "features": "Features",
     },
-    "isoloss.lab.evaluation.measures.spans": {
-        "span-LEVEL": "Span",
-    },
+    "isoloss.lab.evaluation.measures.spans": {"span-LEVEL": "Span"},
     "isoloss.lab.evaluation.measures.brackets": {
         "bracket-parts": "bracket_parts",
         "bracket-probes": "bracket_probes",
@@ -128,15 +124,9 @@ TASKS = {
     },
 }
 EXECUTORS = {
-    "isoloss.studies.run.local": {
-        "local": ("run", "worker processes on this machine"),
-    },
-    "isoloss.studies.run.ray": {
-        "ray": ("run", "tasks on a Ray cluster"),
-    },
-    "isoloss.studies.run.slurm": {
-        "slurm": ("run", "Slurm jobs that share the study's folder"),
-    },
+    "isoloss.studies.run.local": {"local": ("run", "worker processes on this machine")},
+    "isoloss.studies.run.ray": {"ray": ("run", "tasks on a Ray cluster")},
+    "isoloss.studies.run.slurm": {"slurm": ("run", "Slurm jobs that share the study's folder")},
 }
 STUDIES = {
     "isoloss.paper.same_loss": {
@@ -169,9 +159,7 @@ STUDIES = {
             "causal models that eight optimizers bring to one loss: which measure predicts which outcome?",
         ),
     },
-    "isoloss.paper.reproduction.study": {
-        "paper": ("STUDY", "every figure and table of the paper, at several scales"),
-    },
+    "isoloss.paper.reproduction.study": {"paper": ("STUDY", "every figure and table of the paper, at several scales")},
 }
 RESCALINGS = {
     "isoloss.flatness._rescaling.families": {

@@ -186,7 +186,11 @@ class Registry:
             classes = f"{an} {self._base.replace(':', '.')}" if self._base else ""
             raise IsolossError(f"{told}; it must be {' or '.join(filter(None, [classes, self._function]))}")
         has_kind = "kind" in getattr(base, "__dataclass_fields__", ())
-        if has_kind and name not in (kinds := kinds_of(component)):
+        kinds: tuple[Any, ...] = ()
+        if has_kind and (default := getattr(component, "kind", None)) is not None:
+            hint = get_type_hints(component).get("kind")
+            kinds = get_args(hint) if get_origin(hint) is Literal else (default,)
+        if has_kind and name not in kinds:
             found = f"is {' or '.join(map(repr, kinds))}" if kinds else "has no default"
             raise IsolossError(f"{told}, whose kind {found}; it must be {name!r}, the name that it is registered under")
         self._checked[name] = component
@@ -249,13 +253,6 @@ def _loaded(point: EntryPoint) -> Any:
         return point.load()
     except Exception:  # it is not used, whatever it is
         return None
-
-
-def kinds_of(config: Any) -> tuple[Any, ...]:
-    """Return the kinds that a config of a component may have; none if it has no default for it."""
-    default = getattr(config, "kind", None)
-    hint = get_type_hints(config).get("kind")
-    return () if default is None else get_args(hint) if get_origin(hint) is Literal else (default,)
 
 
 def run_python(path: Path, prefix: str) -> ModuleType:

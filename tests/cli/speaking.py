@@ -12,6 +12,15 @@ def as_json(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+def call(capsys, *words, status=0):
+    """What a call prints on stdout and stderr."""
+    capsys.readouterr()
+    assert main([*map(str, words)]) == status
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return printed
+
+
 def in_one_line(text):
     """Help without its line breaks."""
     return " ".join(text.split())

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from speaking import as_json, refusal, trace_of
+from speaking import as_json, trace_of
 from transformers import AutoModelForCausalLM
 
 from isoloss.cli.main import main
@@ -64,12 +64,6 @@ def test_the_loss_is_transformers_own_and_the_trace_that_of_its_labels(capsys, r
     assert trace["value"] == pytest.approx(expected.value, rel=1e-4)
 
 
-def test_a_task_of_a_synthetic_language_says_what_a_model_of_text_takes(capsys, run):
-    message = refusal(capsys, "transfer", run, "--task", "root", alone=True)
-    assert "nobody knows of text; for a task of text give isoloss transfer --task sst2 --data FOLDER" in message
-    assert "object at" not in message
-
-
 def test_measure_takes_a_causal_checkpoint_on_its_own_text(capsys, run):
     document = as_json(capsys, "measure", Run(run).checkpoint(20), "--num-sequences", "16", "--rtol", "1e-9")
     assert list(document["architectures"].values()) == ["OPTForCausalLM"]
@@ -86,20 +80,14 @@ def test_the_checkpoint_starts_from_cls_and_writes(run):
     assert (written[:, 0] == 2).all()
 
 
-def test_probes_read_a_causal_model(capsys, drawn):
+def test_loss_trace_and_probe_of_a_causal_model(capsys, drawn):
     words = ("--num-train", "200", "--num-test", "100", "--probe-epochs", "3", "--num-sequences", "16")
-    document = as_json(capsys, "measure", drawn, "--measures", "trace", "probe-root", *words)
-    trace, probe = document["evaluations"]
-    assert trace["estimates"]["trace"]["details"]["predicts"] == "next token"
-    assert 0 < probe["estimates"]["accuracy"]["value"] <= 1
-
-
-def test_the_loss_of_a_causal_model_is_entropy_and_kl(capsys, drawn):
-    document = as_json(capsys, "measure", drawn, "--num-sequences", "16")
-    loss = next(e["estimates"] for e in document["evaluations"] if e["measure"] == "loss")
-    assert loss["loss"]["details"]["predicts"] == "next token"
+    document = as_json(capsys, "measure", drawn, "--measures", "loss", "trace", "probe-root", *words)
+    loss, trace, probe = (evaluation["estimates"] for evaluation in document["evaluations"])
+    assert loss["loss"]["details"]["predicts"] == trace["trace"]["details"]["predicts"] == "next token"
     assert loss["kl"]["value"] > 0
     assert loss["loss"]["value"] == pytest.approx(loss["entropy"]["value"] + loss["kl"]["value"])
+    assert 0 < probe["accuracy"]["value"] <= 1
 
 
 def test_a_causal_model_reads_a_task_from_the_start(drawn):

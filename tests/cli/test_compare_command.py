@@ -8,12 +8,12 @@ import shutil
 
 import polars as pl
 import pytest
+import speaking
 import torch
 from speaking import as_json
 from transformers import GPT2LMHeadModel
 
 import small_checkpoints as small
-from isoloss.cli.main import main
 from isoloss.comparison.models import TITLES
 from isoloss.lab.evaluation import context
 from isoloss.statistics.estimate import Estimate, number
@@ -56,12 +56,7 @@ DATA = ("--data", "text.jsonl", "--length", str(small.LENGTH), "--threads", "1")
 
 
 def call(capsys, *words, status=0):
-    """What a call prints on stdout and stderr."""
-    capsys.readouterr()
-    assert main(["compare", *map(str, words)]) == status
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return out, err
+    return speaking.call(capsys, "compare", *words, status=status)
 
 
 def test_all_that_it_writes_agrees(capsys, tmp_path):

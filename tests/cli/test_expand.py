@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from speaking import trace_of
+from speaking import call, trace_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
@@ -23,13 +23,6 @@ def run(tmp_path_factory):
     words = ("--language", "brackets-8", "--size", "d64", "--steps", "5", "--batch-size", "16", "--device", "cpu")
     assert main(["train", str(path), *words]) == 0
     return path
-
-
-def call(capsys, *words, status=0):
-    """What a call prints on stdout and stderr."""
-    capsys.readouterr()
-    assert main([*map(str, words)]) == status
-    return capsys.readouterr()
 
 
 def test_a_run_inside_a_larger_size(run, tmp_path, capsys):

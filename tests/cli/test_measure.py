@@ -7,6 +7,7 @@ import shutil
 import datasets
 import numpy as np
 import pytest
+import speaking
 import torch
 from speaking import as_json, trace_of
 from transformers import (
@@ -72,20 +73,13 @@ def kept(run):
 
 
 def call(capsys, *words, status=0):
-    """What a call prints on stdout and stderr."""
-    capsys.readouterr()
     measures = () if "--measures" in words or "--control" in words else ("--measures", "trace")
-    assert main(["measure", *map(str, words), *measures]) == status
-    return capsys.readouterr()
+    return speaking.call(capsys, "measure", *words, *measures, status=status)
 
 
 def refusal(capsys, *words):
-    out, err = call(capsys, *words, status=2)
-    assert out == ""
-    *notes, sentence = err.splitlines()
-    assert sentence.startswith("isoloss measure: ")
-    assert not any(note.startswith(("isoloss", "Traceback")) for note in notes)
-    return sentence
+    measures = () if "--measures" in words else ("--measures", "trace")
+    return speaking.refusal(capsys, "measure", *words, *measures)
 
 
 # --- one model -------------------------------------------------------------------------------------------------------

@@ -518,7 +518,11 @@ def test_models_that_end_texts_otherwise_are_not_paired_where_that_counts():
     ("models", "options", "sentence"),
     [
         ({"a": 8, "b": 9}, {}, "a has a vocabulary of 8 tokens and b of 9"),
-        ({"a": 8}, {"data": "python:docs"}, "batches are given: leave out data, for reading text"),
+        (
+            {"a": 8},
+            {"data": "a", "tokenizer": "b"},
+            "batches are given: leave out data and tokenizer, for reading text",
+        ),
         ({"a": 8}, {"tasks": ["sst2"]}, "batches are given: leave out tasks"),
         ({}, {}, "it is a mapping of names to models, or several names of checkpoints"),
     ],
@@ -562,13 +566,6 @@ def test_documents_that_return_in_turn_are_all_in_the_rises():
 def test_a_margin_that_is_none_is_refused_before_anything_is_measured(wrong):
     with pytest.raises(IsolossError, match=f"{next(iter(wrong))} is"):
         compare({"a": small.gpt2(20, 0)}, [], **wrong)
-
-
-def test_what_only_text_takes_is_refused_beside_batches():
-    ids = torch.randint(0, 20, (8, 6))
-    batches = [{"input_ids": ids, "labels": ids}]
-    with pytest.raises(IsolossError, match="batches are given: leave out data and tokenizer, for reading text"):
-        compare({"a": small.gpt2(20, 0)}, batches, data="text", tokenizer="somewhere")
 
 
 def test_a_model_in_training_mode_is_named():

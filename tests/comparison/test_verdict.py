@@ -1,6 +1,5 @@
 """The verdict on several models, from estimates with known errors and from models with known relations."""
 
-import copy
 import dataclasses
 
 import numpy as np
@@ -256,11 +255,6 @@ def test_a_rescaled_model_is_said_to_be_the_same_function(model, batches):
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("function",))
     assert "it and rescaled have the same loss on every input: one function, different weights." in str(comparison)
-
-
-def test_the_same_weights_are_said_to_be_identical(model, batches):
-    found = compare_traces({"a": model, "b": copy.deepcopy(model)}, batches).verdict()
-    assert found.reasons == ("weights",)
 
 
 def test_a_rescaling_does_not_make_a_model_the_flattest(model):

@@ -18,9 +18,19 @@ from isoloss.flatness._ghost import controls
 
 
 def bert(
-    vocab=3, *, tied=True, attention="eager", dropout=0.0, size=8, layers=2, dtype=torch.float64, cls=BertForMaskedLM
+    vocab=3,
+    *,
+    seed=3,
+    tied=True,
+    attention="eager",
+    dropout=0.0,
+    size=8,
+    layers=2,
+    spread=0.2,
+    dtype=torch.float64,
+    cls=BertForMaskedLM,
 ):
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=vocab,
         hidden_size=size,
@@ -30,7 +40,7 @@ def bert(
         max_position_embeddings=16,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        initializer_range=0.2,
+        initializer_range=spread,
         tie_word_embeddings=tied,
         pad_token_id=None,
         attn_implementation=attention,

@@ -6,11 +6,11 @@ import types
 
 import numpy as np
 import pytest
+import small_models
 import torch
 import torch.nn.functional as F
 from small_models import cut
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM
 
 from isoloss.comparison.traces import compare_traces
 from isoloss.errors import IsolossError
@@ -24,19 +24,7 @@ MASK = VOCAB - 1
 
 
 def bert(*, size=8, vocab=VOCAB):
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=vocab,
-        hidden_size=size,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=2 * size,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.4,
-    )
-    return BertForMaskedLM(config).eval()
+    return small_models.bert(vocab, seed=0, size=size, layers=1, spread=0.4, dtype=torch.float32)
 
 
 def topical(n, *names, documents=None, hide=True):
@@ -336,9 +324,6 @@ def test_the_first_model_decides_for_all(names, used):
     assert [trace.details["auxiliary_directions"] for trace in found.of("trace").values()] == [used, used]
     alone = measure(models[names[1]], batch, auxiliary_sample=pool).details["auxiliary_directions"]
     assert alone == 8 - used
-
-
-# --- going on --------------------------------------------------------------------------------------------------------
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import weakref
 
 import numpy as np
 import pytest
+import small_models
 import torch
 from dense_curvature import batch_of, windows
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from isoloss.comparison import traces
 from isoloss.comparison.traces import InterruptedComparison, Outline
@@ -29,18 +29,7 @@ compare = functools.partial(traces.compare_traces, minimal=False)  # of the plai
 
 
 def bert(seed=0, *, size=8, vocab=VOCAB):
-    torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=vocab,
-        hidden_size=size,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=2 * size,
-        max_position_embeddings=8,
-        initializer_range=0.2,
-        pad_token_id=None,
-    )
-    return BertForMaskedLM(config).double().eval()
+    return small_models.bert(vocab, seed=seed, size=size, layers=1)
 
 
 def moved(model, by, seed=1):
@@ -343,10 +332,8 @@ def test_an_interruption_keeps_what_is_done():
 
 
 def test_models_that_do_not_compare_are_refused():
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0)
     with pytest.raises(IsolossError, match="b predicts next tokens and a masked ones"):
-        compare({"a": bert(), "b": GPT2LMHeadModel(config).eval()}, inputs(8))
+        compare({"a": bert(), "b": small_models.gpt2(VOCAB)}, inputs(8))
     with pytest.raises(IsolossError, match="a has a vocabulary of 5 tokens and b of 6"):
         compare({"a": bert(), "b": bert(vocab=6)}, inputs(8))
     assert Outline.of("a", bert()) == Outline("a", False, VOCAB)

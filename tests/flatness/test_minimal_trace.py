@@ -11,7 +11,7 @@ import scipy.optimize
 import torch
 from rescaling_models import FAMILIES, VOCABULARY
 from torch.func import functional_call
-from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 
 from isoloss.cli.main import main
 from isoloss.comparison.traces import compare_traces
@@ -254,17 +254,6 @@ def test_frozen_parameters_that_take_up_factors_are_told():
     with pytest.warns(IsolossWarning, match="parameters of LlamaForCausalLM that are not measured"):
         found = fisher_trace(model, batches_of(model), rescaling="minimal")
     assert found.details["gauged"]
-
-
-def test_what_cannot_be_rescaled_is_refused():
-    config = DistilBertConfig(vocab_size=VOCABULARY, dim=8, n_layers=1, n_heads=1, hidden_dim=8, dropout=0.0)
-    model = DistilBertForMaskedLM(config).eval()
-    with pytest.raises(IsolossError, match="no rescalings are known for models of type distilbert"):
-        fisher_trace(model, batches_of(model), rescaling="minimal")
-    with pytest.raises(IsolossError, match="rescaling is 'least'; it is 'minimal' or None"):
-        fisher_trace(made("bert"), batches_of(model), rescaling="least")
-    with pytest.raises(IsolossError, match="granularity is 'row'; it is one of tensor"):
-        fisher_trace(made("bert"), batches_of(model), rescaling="minimal", granularity="row")
 
 
 def test_a_model_that_its_rules_do_not_describe_is_refused():

@@ -235,7 +235,7 @@ def test_models_that_are_compared_have_parts_with_their_loss_and_an_auxiliary_sa
     rest = columns.weighted(torch.tensor(others)[source.columns.parameter_ids])
     assert rest[:2] == pytest.approx(result.part[:2], rel=1e-9)
     torch.testing.assert_close(rest.influence, result.part.influence, rtol=1e-6, atol=1e-6 * result.value)
-    assert source.loss(None).samples == 320
+    assert source.loss(None, 480).samples == 320
 
 
 def test_the_parts_of_processes_join(monkeypatch):

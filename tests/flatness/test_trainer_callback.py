@@ -3,9 +3,10 @@
 import contextlib
 
 import pytest
+import small_models
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
@@ -16,16 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as 
 
 
 def bert():
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=12,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=8,
-    )
-    return BertForMaskedLM(config)  # dropout 0.1
+    return small_models.bert(12, layers=1, dropout=0.1, spread=0.02, dtype=torch.float32)
 
 
 def rows(n, seed):

@@ -512,19 +512,16 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
             assert re.search(rf"Corresponds to the paper's [^.]*{number}[,.]", captions[one]), (papers, one)
 
 
+def answered(case, verdict, value):
+    about = {"samples": 6, "num_predictions": 6, "method": "known", "unit": "percentage points"}
+    difference = Estimate(value=value, stderr=0.5, **about)
+    return Answer(case=case, verdict=verdict, difference=difference, numbers={}, explanation="")
+
+
 def test_the_first_table_has_a_line_for_each_case_under_its_verdict():
-    unit = {"unit": "percentage points", "num_predictions": 9, "method": "known"}
-
-    def answered(case, verdict, value):
-        estimate = Estimate(value=value, stderr=0.5, samples=6, **unit)
-        return Answer(case=case, verdict=verdict, difference=estimate, numbers={}, explanation="")
-
     claim = next(each for each in STUDY.claims if each.id == "adversary-transfer")
-    cases = (
-        answered("A", Verdict.NOT_SHOWN, -1.0),
-        answered("B", Verdict.SHOWN, -4.0),
-        answered("C", Verdict.SHOWN, -3.0),
-    )
+    verdicts = {"A": (Verdict.NOT_SHOWN, -1.0), "B": (Verdict.SHOWN, -4.0), "C": (Verdict.SHOWN, -3.0)}
+    cases = tuple(answered(case, *verdict) for case, verdict in verdicts.items())
     (section,) = _beside_the_paper([ClaimResult(claim=claim, answers=cases)], {claim.id: ""}, "isoloss study run paper")
     (cell,) = re.findall(r"<b>.*</td>", section.body.replace("\N{NO-BREAK SPACE}", " "))
     assert cell.startswith(
@@ -550,19 +547,7 @@ def test_the_page_lists_what_most_checkpoints_of_a_language_have():
 
 
 def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
-    dataset = next(each for each in SMOKE.datasets if each.name == "text")
-    scale = Reproduction(description="known", datasets=(dataset,))
-    values = {"loss": 3.0, "trace": 20.0, "minimal-trace": 10.0}
-    checkpoints = {
-        (name, step): {
-            key: measured(values.get(key, 0.6), unit="nats per predicted token" if key in values else "accuracy")
-            for part in experiment.measurements
-            for key in part.measures
-        }
-        for name, experiment in scale.experiments.items()
-        for step in dataset.watched
-    }
-    results = Known(scale, checkpoints, None)
+    results = known_text()
     figures = page.parts(results).figures
     assert [each.name for each in figures] == ["text-longer", "text-algorithms"]
     axes = figures[1].chart["concat"][0]["layer"][-1]["encoding"]
@@ -609,39 +594,28 @@ def test_the_papers_values_are_those_that_the_claims_quote():
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
-def claims(verdicts):
+def claims(**verdicts):
     """The result of every claim, by its id: verdict and difference; else not shown."""
-    found = []
-    for claim in STUDY.claims:
-        verdict, value = verdicts.get(claim.id, (Verdict.NOT_SHOWN, 0.1))
-        about = {"samples": 6, "num_predictions": 6, "method": "known", "unit": "percentage points"}
-        estimate = Estimate(value=value, stderr=0.5, **about)
-        one = Answer(case="prefix-4", numbers={}, verdict=verdict, explanation="", difference=estimate)
-        found.append(ClaimResult(claim=claim, answers=(one,)))
-    return found
-
-
-def test_the_answer_follows_the_verdicts():
-    plain = answer(claims({}), known_results())
-    assert [card.value for card in plain] == [
-        "Not shown: +0.10 ± 0.50 points",
-        "Not shown",
-        "Not shown: +0.10 ± 0.50 points",
+    given = {name.replace("_", "-"): verdict for name, verdict in verdicts.items()}
+    return [
+        ClaimResult(claim=claim, answers=(answered("prefix-4", *given.get(claim.id, (Verdict.NOT_SHOWN, 0.1))),))
+        for claim in STUDY.claims
     ]
-    differ, agreement, longer = answer(
-        claims(
-            {
-                "sgd-flatter": (Verdict.SHOWN, -20.0),
-                "sgd-transfer": (Verdict.CONTRADICTED, -2.0),
-                "helper-flatter": (Verdict.SHOWN, -3.0),
-                "helper-transfer": (Verdict.SHOWN, 4.0),
-                "adversary-sharper": (Verdict.SHOWN, 5.0),
-                "adversary-transfer": (Verdict.SHOWN, -6.0),
-                "longer-transfer": (Verdict.CONTRADICTED, -1.0),
-            }
-        ),
-        known_results(),
+
+
+def test_the_answer_follows_the_verdicts(known):
+    open_ones = [card.value for card in answer(claims(), known)]
+    assert open_ones == ["Not shown: +0.10 ± 0.50 points", "Not shown", "Not shown: +0.10 ± 0.50 points"]
+    judged = claims(
+        sgd_flatter=(Verdict.SHOWN, -20.0),
+        sgd_transfer=(Verdict.CONTRADICTED, -2.0),
+        helper_flatter=(Verdict.SHOWN, -3.0),
+        helper_transfer=(Verdict.SHOWN, 4.0),
+        adversary_sharper=(Verdict.SHOWN, 5.0),
+        adversary_transfer=(Verdict.SHOWN, -6.0),
+        longer_transfer=(Verdict.CONTRADICTED, -1.0),
     )
+    differ, agreement, longer = answer(judged, known)
     assert (differ.value, differ.tone) == ("Yes: -6.00 ± 0.50 points", "good")
     # helper and adversary agree with the paper; SGD's flatter model transfers worse
     assert (agreement.value, agreement.tone) == ("In 2 of 3 comparisons", "unclear")

@@ -96,9 +96,10 @@ def test_any_weights_have_the_estimate_of_their_sum(auxiliary):
         assert float(found.influence.square().sum()) / (n * (n - 1)) == pytest.approx(stderr**2, rel=1e-9)
 
 
-def test_ones_give_the_result_and_an_indicator_a_part():
+@pytest.mark.parametrize("auxiliary", [True, False])
+def test_ones_give_the_result_and_an_indicator_a_part(auxiliary):
     rows = rows_of(203)
-    estimator = filled(*rows, groups=[[0, 1, 1, 0, 2], [3, 3, 4, 4, 4]], part=[3, 1])
+    estimator = filled(*rows, auxiliary=auxiliary, groups=[[0, 1, 1, 0, 2], [3, 3, 4, 4, 4]], part=[3, 1])
     columns, result = estimator.columns(), estimator.result()
     found = columns.weighted(torch.ones(5))
     assert (found.value, found.stderr) == pytest.approx((result.value, result.stderr), rel=1e-12)
@@ -168,7 +169,13 @@ def test_kept_rows_of_processes_join():
     joined = ClusteredRatioEstimator.merged(halves).columns()
     assert torch.equal(joined.a, torch.cat([half.columns().a for half in halves]))
     # 48 documents are 6 rounds of the folds, so that each document has the fold that it has among all
-    torch.testing.assert_close(joined.weighted(weights).influence, expected.influence, rtol=1e-9, atol=1e-10)
+    found = joined.weighted(weights)
+    assert found[:2] == pytest.approx(expected[:2], rel=1e-12)
+    torch.testing.assert_close(found.influence, expected.influence, rtol=1e-9, atol=1e-10)
+    result = whole.result()
+    torch.testing.assert_close(
+        ClusteredRatioEstimator.merged(halves).result().by_parameter_stderr, result.by_parameter_stderr
+    )
 
 
 def test_a_sum_of_two_without_controls_for_the_second():

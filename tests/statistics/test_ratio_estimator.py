@@ -219,48 +219,6 @@ def test_a_cluster_that_decides_the_error_is_seen():
     assert filled(torch.ones(10, 1), torch.ones(10), d[:10]).result().leading == 0.0
 
 
-def test_groups_are_sums_of_parameters_with_errors_of_their_own():
-    a, m, d = random_rows(101, parameters=4)
-    grouped, summed = ClusteredRatioEstimator(4, 2, [1, 0, 1, 0]), ClusteredRatioEstimator(2, 2)
-    for part in (slice(0, 40), slice(40, 101)):
-        grouped.add(a[part], m[part], d[part])
-        summed.add(torch.stack([a[part, 1] + a[part, 3], a[part, 0] + a[part, 2]], dim=1), m[part], d[part])
-    found, expected = grouped.result(), summed.result()
-    np.testing.assert_allclose(found.by_group, expected.by_parameter, rtol=1e-10)
-    np.testing.assert_allclose(found.by_group_stderr, expected.by_parameter_stderr, rtol=1e-9)
-    assert found.value == pytest.approx(expected.value, rel=1e-12)
-    halves = [ClusteredRatioEstimator(4, 2, [1, 0, 1, 0]) for _ in range(2)]
-    for half, part in zip(halves, (slice(0, 48), slice(48, 101)), strict=True):
-        half.add(a[part], m[part], d[part])
-    np.testing.assert_allclose(ClusteredRatioEstimator.merged(halves).result().by_group, found.by_group, rtol=1e-10)
-
-
-@pytest.mark.parametrize("auxiliary", [None, "auxiliary"])
-def test_a_part_has_the_value_error_and_influence_of_its_parameters_alone(auxiliary):
-    a, m, d = random_rows(101, parameters=4, controls=3)
-    documents = torch.arange(101) // 2
-    auxiliary = auxiliary and auxiliary_of([1e-4], 10_000, number=1)
-    of_auxiliary = 0 if auxiliary is None else 1
-    expected = filled(a[:, [3, 1]], m, d, documents, auxiliary=auxiliary).result()
-    whole = ClusteredRatioEstimator(4, 3 - of_auxiliary, auxiliary=auxiliary, part=[3, 1])
-    for part in torch.arange(101).split(9):
-        whole.add(a[part], m[part], d[part], documents[part])
-    result = whole.result()
-    assert result.part[:2] == pytest.approx((expected.value, expected.stderr), rel=1e-10)
-    np.testing.assert_allclose(result.part.influence, expected.influence, rtol=1e-8, atol=1e-10)
-    assert result.value == pytest.approx(filled(a, m, d, documents, auxiliary=auxiliary).result().value, rel=1e-12)
-    assert filled(a, m, d).result().part.value == 0
-
-
-def test_processes_add_up():
-    a, m, d = random_rows(128)
-    whole = filled(a, m, d).result()
-    merged = ClusteredRatioEstimator.merged([filled(a[:64], m[:64], d[:64]), filled(a[64:], m[64:], d[64:])]).result()
-    assert merged.value == pytest.approx(whole.value, rel=1e-12)
-    assert merged.stderr == pytest.approx(whole.stderr, rel=1e-12)
-    np.testing.assert_allclose(merged.by_parameter_stderr, whole.by_parameter_stderr, rtol=1e-9)
-
-
 # --- controls with means from an auxiliary sample ---------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from isoloss import files, machine
 from isoloss.checkpoints import places
 from isoloss.cli import common, options
 from isoloss.cli.options import Loading
+from isoloss.config import check, setting
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.measures.base import SequenceMeasure
 from isoloss.lab.models.architectures import reshaped, shape
@@ -74,7 +75,7 @@ class Args:
     """Tokens in a sequence, for text and flat arrays; default: 128, or what the model takes at most."""
     mask_id: int | None = None
     """For masked models and token ids: the mask's id; default: the tokenizer's."""
-    num_sequences: int = SequenceMeasure.num_sequences
+    num_sequences: int = setting(SequenceMeasure.num_sequences, minimum=2, note="an error bar needs two")
     """Sequences to measure on, at most; with --data, one token of each is masked for a masked model."""
     seed: int = 0
     """Decides inputs, masks and probes."""
@@ -90,8 +91,7 @@ class Args:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args = options.parse(Args, "expand", arguments, examples=EXAMPLES, common=COMMON)
-    if args.num_sequences < 2:
-        raise IsolossError(f"--num-sequences is {args.num_sequences}; an error bar needs at least 2")
+    check(args)
     into = reshaped(shape(args.into), layers=args.layers, width=args.width, heads=args.heads, ffn=args.ffn)
     if args.output is not None:
         files.check_new(args.output)

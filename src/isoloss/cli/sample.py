@@ -41,7 +41,7 @@ class Args:
 
     language: options.Positional[str]
     """A preset (isoloss ls languages), a file, the folder of a causal model, or, with --tokenizer, text or hf:NAME."""
-    num_sentences: int = 5
+    num_sentences: int = configs.setting(5, minimum=1)
     """Sentences to draw."""
     seed: int = 0
     """Decides the draw."""
@@ -49,10 +49,10 @@ class Args:
     """For a grammar: also give the tree that each sentence was derived by, (SYMBOL child child) or (SYMBOL token)."""
     states: bool = False
     """For a hidden Markov model: also give the states that each sentence was drawn through."""
-    conditionals: int | None = None
+    conditionals: int | None = configs.setting(None, minimum=0, note="0: none")
     """How many tokens of the first sentence to mask, one at a time, and list the likeliest tokens for; default: 3, or 1
     for a causal model."""
-    entropy_sentences: int | None = None
+    entropy_sentences: int | None = configs.setting(None, minimum=0, note="0: none")
     """Sentences to estimate the entropy on (0: leave it out); default: 2000; 0 for a causal model and for a grammar of
     over 5,000 rules, which are slow."""
     save: Path | None = None
@@ -115,15 +115,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_numbers(args: Args) -> None:
-    if args.num_sentences < 1:
-        raise IsolossError(f"--num-sentences is {args.num_sentences}; draw at least 1 sentence")
+    configs.check(args)
     check_fits(args.num_sentences * BYTES_PER_SENTENCE, f"--num-sentences is {args.num_sentences:,}")
-    if args.conditionals is not None and args.conditionals < 0:
-        raise IsolossError(f"--conditionals is {args.conditionals}; it must be at least 0 (0: none)")
-    if args.entropy_sentences is not None and (args.entropy_sentences < 0 or args.entropy_sentences == 1):
-        raise IsolossError(
-            f"--entropy-sentences is {args.entropy_sentences}; an estimate with an error needs at least 2 (0: none)"
-        )
+    if args.entropy_sentences == 1:
+        raise IsolossError("--entropy-sentences is 1; an estimate with an error needs at least 2 (0: none)")
     if args.overwrite and args.save is None:
         raise IsolossError("--overwrite needs --save: nothing else is written")
     if args.save is not None:

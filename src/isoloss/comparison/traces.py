@@ -5,11 +5,12 @@ Shapes: m predicted positions, V vocabulary, N clusters.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,11 @@ class _Shared:
         self.first = self.first or outline
         self.first.check(outline)
         # 1. the minimal trace says by which blocks of parameters the squared norms are kept
-        minimizing = self._minimizing(name, model)
+        minimizing: MinimalTraceEstimator | None = None
+        if self.has_minimal:
+            with self._optional(), naming(name):
+                sequences = self.stopping.num_sequences
+                minimizing = minimal_trace(model, "minimal", self.granularity, None, self.batches, sequences)
         with naming(name):
             source = WithLoss(
                 model,
@@ -290,10 +295,14 @@ class _Shared:
             _check_paired(trace, self.traces)
             result = measurement.result()
             # 3. the loss over the same blocks as the trace, so that influences of the two belong to the same samples
-            loss = source.loss(measurement.blocks())
+            loss = source.loss(measurement.blocks(), trace.num_predictions)
             estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, result.part), "loss": loss}
         if minimizing is not None:
-            estimates |= self._minimum(name, minimizing, trace, measurement)
+            with self._optional(), naming(name):
+                least = minimizing.finish(trace, measurement.columns())
+                least = _above_zero(minimizing.checked(least, next(iter(self.batches))))
+                rest = _without_embeddings(least, minimizing.without_embeddings)
+                estimates |= {"minimal-trace": least, "minimal_without_embeddings": rest}
         if not self.traces:
             if self.sample is not None:
                 # the others use as many of its controls: what these take from one model's noise they take from all,
@@ -306,37 +315,15 @@ class _Shared:
         self.traces[name] = trace
         return estimates
 
-    def _minimizing(self, name: str, model: nn.Module) -> MinimalTraceEstimator | None:
-        """Return what minimizes the trace; None where it is not asked for, or the rescalings are not known."""
-        if not self.has_minimal:
-            return None
+    @contextlib.contextmanager
+    def _optional(self) -> Iterator[None]:
+        """Leave the minimal traces out where one has none, unless they were asked for."""
         try:
-            with naming(name):
-                sequences = self.stopping.num_sequences
-                return minimal_trace(model, "minimal", self.granularity, None, self.batches, sequences)
+            yield
         except IsolossError as error:
-            self._leave_out_minimal(error)
-            return None
-
-    def _minimum(
-        self, name: str, minimizing: MinimalTraceEstimator, trace: Estimate, measurement: Measurement
-    ) -> dict[str, Estimate]:
-        try:
-            with naming(name):
-                least = minimizing.finish(trace, measurement.columns())
-                least = _above_zero(minimizing.checked(least, next(iter(self.batches))))
-        except IsolossError as error:
-            self._leave_out_minimal(error)
-            return {}
-        return {
-            "minimal-trace": least,
-            "minimal_without_embeddings": _without_embeddings(least, minimizing.without_embeddings),
-        }
-
-    def _leave_out_minimal(self, error: IsolossError) -> None:
-        if self.minimal:
-            raise error
-        self.no_minimal = str(error)
+            if self.minimal:
+                raise
+            self.no_minimal = str(error)
 
 
 def _above_zero(trace: Estimate) -> Estimate:
@@ -394,36 +381,30 @@ class WithLoss(ExactLabels):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self.own_controls: list[torch.Tensor] = []  # (B, C) of each batch, whether they were used or not
-        self._nats: list[torch.Tensor] = []
-        self._positions: list[torch.Tensor] = []
-        self._clusters: list[torch.Tensor] = []
+        self._nats = torch.zeros(0)  # (B,) of the batch
+        self._losses = ClusteredRatioEstimator(num_parameters=1, num_controls=0)
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
         """Measure a batch, with the given control variates where there are any."""
+        number = len(batch.clusters)
+        self._nats = torch.zeros(number, dtype=torch.float64)  # of a batch that predicts nothing, too
         terms = super().measure(batch)
         self.own_controls.append(terms.controls)
-        if not batch.checked.predicts:
-            # `_probe`, which notes the loss, is not called for such a batch
-            self._nats.append(terms.values.new_zeros(len(terms.positions)))
-        self._positions.append(terms.positions)
-        self._clusters.append(batch.clusters)
+        self._losses.add(self._nats[:, None], terms.positions, terms.controls[:, :0], batch.clusters)
         if self.controls is None:
             return terms
-        return terms._replace(controls=self.controls[batch.first : batch.first + len(terms.positions)])
+        return terms._replace(controls=self.controls[batch.first : batch.first + number])
 
-    def loss(self, blocks: Blocks | None) -> Estimate:
-        """Return the loss of what was measured, over the same clusters."""
-        nats, positions = torch.cat(self._nats), torch.cat(self._positions)
-        estimator = ClusteredRatioEstimator(num_parameters=1, num_controls=0)
-        estimator.add(nats[:, None], positions, torch.zeros(len(nats), 0), torch.cat(self._clusters))
-        result = estimator.result(None if blocks is None else blocks.labels)
+    def loss(self, blocks: Blocks | None, num_predictions: int) -> Estimate:
+        """Return the loss of the measured inputs, over the same clusters."""
+        result = self._losses.result(None if blocks is None else blocks.labels)
         return Estimate(
             value=result.value,
             stderr=result.stderr,
             samples=result.samples,
             effective_samples=result.effective_samples,
             unit=UNIT,
-            num_predictions=int(positions.sum()),
+            num_predictions=num_predictions,
             method="cross-entropy",
             influence=result.influence.numpy(),
         )
@@ -433,9 +414,8 @@ class WithLoss(ExactLabels):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # all probes have the same logits
         if probe == 0:
-            nats = torch.zeros(len(positions), dtype=torch.float64)
-            nats.index_add_(0, predictions.rows.cpu(), _surprisal(predictions.logits, predictions.targets).cpu())
-            self._nats.append(nats)
+            nats = _surprisal(predictions.logits, predictions.targets).cpu()
+            self._nats.index_add_(0, predictions.rows.cpu(), nats)
         return super()._probe(predictions, positions, first, probe, keep=keep)
 
 

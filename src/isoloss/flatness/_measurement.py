@@ -387,8 +387,11 @@ class Measurement:
             raise IsolossError("both the batches and the auxiliary sample have `documents`, or neither has")
         self._source.batch_begun = time.perf_counter()
         try:
-            with eager_with_grad(self._model):
-                terms = self._source.measure(replace(item, first=self._first + item.first))
+            if self._source.by_batch and not item.checked.predicts:
+                terms = BatchSums(torch.zeros(0, len(self._column_names)), torch.zeros(0), torch.zeros(0, 0))
+            else:
+                with eager_with_grad(self._model):
+                    terms = self._source.measure(replace(item, first=self._first + item.first))
             controls = terms.controls
             if auxiliary is not None:
                 controls = torch.cat([controls, auxiliary.features(item.given)], dim=1)

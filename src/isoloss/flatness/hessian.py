@@ -148,9 +148,7 @@ class _PublishedCode(Estimator):
         self._left_out = [name for name in every if name not in self.parameters]
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
-        """Measure a batch: one row, none where it predicts nothing."""
-        if not batch.checked.predicts:
-            return BatchSums(torch.zeros(0, len(self.columns)), torch.zeros(0), torch.zeros(0, 0))
+        """Measure a batch that predicts something: one row."""
         loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
         generator = seeds.generator(self.seed, "authors", batch.number)
         z = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(self.model))

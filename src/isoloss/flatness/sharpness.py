@@ -102,9 +102,7 @@ class _Sam(Estimator):
         self._rho, self._num_steps, self._adaptive = rho, num_steps, adaptive
 
     def measure(self, batch: CheckedBatch) -> BatchSums:
-        """Measure a batch: one row, none where it predicts nothing."""
-        if not batch.checked.predicts:
-            return BatchSums(torch.zeros(0, 1), torch.zeros(0), torch.zeros(0, 0))
+        """Measure a batch that predicts something: one row."""
         loss = MeanLoss(self.model, [batch], causal=self.causal, parameters=self.parameters)
         for name, choose in (("smallest batch", min), ("largest batch", max)):
             self.choices[name] = choose(self.choices.get(name, loss.num_sequences), loss.num_sequences)

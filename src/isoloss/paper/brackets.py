@@ -182,7 +182,6 @@ class BracketStudy(Design):
         return Experiment(
             config=continued(unit, config, where),
             measurements=(self._ends(unit),),
-            after=(unit.run(start),),
             group=GROUPS.get(arm) or GROUPS[arm.partition("-")[0]],
         )
 
@@ -402,14 +401,9 @@ def mean(ends: Mapping[BracketUnit, Checkpoint], key: str) -> Estimate:
 # --- what is claimed --------------------------------------------------------------------------------------------------
 
 
-def lengths(scale: BracketStudy) -> list[str]:
-    """Return the cases of the contrasts of the model of section 5."""
-    return [f"T = {length}" for length in scale.lengths.get("attention", ())]
-
-
-def transformer_lengths(scale: BracketStudy) -> list[str]:
-    """Return the cases of the transformer's contrasts."""
-    return [f"T = {length}" for length in scale.lengths.get("transformer", ())]
+def lengths(scale: BracketStudy, *, model: Model = "attention") -> list[str]:
+    """Return the cases of the contrasts of a model."""
+    return [f"T = {length}" for length in scale.lengths.get(model, ())]
 
 
 # What the study is asked, stated before it is run. A direction is that of the second model of the comparison minus the
@@ -437,7 +431,8 @@ def transformer_lengths(scale: BracketStudy) -> list[str]:
 # Every base and every arm ends at a KL of at most 1e-5 nats on validation sentences; the margin of the loss is twice
 # that.
 IMBALANCE = {f"|g|, {shots} strings": f"r2-abs-g-{shots}" for shots in (8, 16)}
-_claim, _of_transformer = (functools.partial(Claim, cases=cases) for cases in (lengths, transformer_lengths))
+_claim = functools.partial(Claim, cases=lengths)
+_of_transformer = functools.partial(Claim, cases=functools.partial(lengths, model="transformer"))
 _flatter = functools.partial(_claim, measures=FLATNESS["attention"], direction="decrease")
 _flatter_transformer = functools.partial(_of_transformer, measures=FLATNESS["transformer"], direction="decrease")
 _of_imbalance, _of_imbalance_transformer = (

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 from isoloss import config
 from isoloss.config import LanguageConfig
+from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.statistics.estimate import Estimate
@@ -67,9 +68,9 @@ class Design:
 
     @functools.cached_property
     def experiments(self) -> dict[str, Experiment]:
-        """Every arm of every unit."""
+        """Every arm of every unit, after the run that it goes on from."""
         return {
-            unit.run(arm): dataclasses.replace(experiment, block=unit.block)
+            unit.run(arm): dataclasses.replace(experiment, block=unit.block, after=_goes_on_from(experiment.config))
             for unit in self.units
             for arm, experiment in self.arms(unit).items()
         }
@@ -117,6 +118,12 @@ def exact_labels(unit: Unit, model: ModelConfig, **more: Any) -> TrainConfig:
     """Return the config of a small model on one core whose labels are the exact conditionals."""
     fields = {"seed": unit.seed, "objective": ObjectiveConfig(labels="exact"), "compiled": True, **more}
     return TrainConfig(language=unit.language, model=model, device="cpu", threads=1, **fields)
+
+
+def _goes_on_from(config: TrainConfig | ExternalCheckpoint) -> tuple[str, ...]:
+    start = config.init_from if isinstance(config, TrainConfig) else None
+    # ../RUN or ../RUN/checkpoints/step-N
+    return (start.split("/")[1],) if start else ()
 
 
 def continued(unit: Unit, experiment: TrainConfig, start: str) -> TrainConfig:

@@ -130,9 +130,7 @@ class DoseResponse(OverGrammars):
             config = continued(unit, self._config(unit, stage, cooldown), BASE)
             if arm == CONTROL:
                 config = dataclasses.replace(config, seed=config.seed + OTHER_SENTENCES)
-            made[arm] = Experiment(
-                config=config, measurements=(measured,), after=(unit.run(BASE),), group=self.titles[arm]
-            )
+            made[arm] = Experiment(config=config, measurements=(measured,), group=self.titles[arm])
         return made
 
     def _config(self, unit: Unit, *stages: StageConfig) -> TrainConfig:

@@ -162,7 +162,7 @@ class SameLoss(OverGrammars):
         arms = {BASE: Experiment(config=base, measurements=parts, group=GROUPS[UNTOUCHED])}
 
         def from_base(arm: str, *stages: StageConfig) -> None:
-            arms[arm] = self._ends(unit, arm, self.continued(unit, BASE, *stages), after=(unit.run(BASE),))
+            arms[arm] = self._ends(unit, arm, self.continued(unit, BASE, *stages))
 
         from_base(UNTOUCHED)
         for arm, labels in (("label-noise", "sampled"), ("no-noise", "exact")):
@@ -173,7 +173,6 @@ class SameLoss(OverGrammars):
                 arms[cooldown_run(arm, steps)] = Experiment(
                     config=self.continued(unit, before, cooldown_steps=steps),
                     measurements=(self.measured(unit, self.common),),
-                    after=(unit.run(arm),),
                     group=GROUPS[arm],
                 )
         for arm, stage in self.more_stages().items():
@@ -226,7 +225,7 @@ class SameLoss(OverGrammars):
         """What is measured of every checkpoint but the untrained one."""
         return ["loss", "trace", "minimal-trace", *self.probes.values()]
 
-    def _ends(self, unit: Unit, arm: str, config: TrainConfig, after: tuple[str, ...] = ()) -> Experiment:
+    def _ends(self, unit: Unit, arm: str, config: TrainConfig) -> Experiment:
         measures = [*self.common, *self.few_shot_probes.values()]
         sizes = {self.arm_of_size(size): size for size in self.sizes}
         if arm in sizes:
@@ -242,7 +241,7 @@ class SameLoss(OverGrammars):
             before = config.steps - self.cooldown_steps
             parts.append(self.measured(unit, self.common, before, name="measure before the cooldown of"))
         group = GROUPS.get(arm, GROUPS[UNTOUCHED])
-        return Experiment(config=config, measurements=tuple(parts), after=after, group=group)
+        return Experiment(config=config, measurements=tuple(parts), group=group)
 
     def measured(self, unit: Unit, measures: Iterable[str], *steps: int, **more: Any) -> Measurement:
         """Return what is measured of a run, with the shape of the model that others are expanded into."""
@@ -374,28 +373,21 @@ def _sizes_contrast(results: Results, smaller: str, larger: str) -> Contrast:
 
 
 def _against_tables(results: Results, units: Sequence[Unit], kind: str) -> list[Pair]:
-    return [
-        (
-            {key: tables[f"{kind}-{task}"] for task, key in results.scale.probes.items()},
-            results.at(unit.run(UNTOUCHED)),
-        )
-        for unit in units
-        for tables in [results.at(unit.run(BASE), 0)]
-    ]
+    pairs: list[Pair] = []
+    for unit in units:
+        tables = results.at(unit.run(BASE), 0)
+        features = {key: tables[f"{kind}-{task}"] for task, key in results.scale.probes.items()}
+        pairs.append((features, results.at(unit.run(UNTOUCHED))))
+    return pairs
 
 
 def _rescaled(results: Results, units: Sequence[Unit]) -> list[Pair]:
-    # pairing requires equal settings; these differ only in the one that describes the rescaling
-    return [
-        (
-            model,
-            {
-                **model,
-                **{key: dataclasses.replace(model[to], settings=model[key].settings) for key, to in RESCALED.items()},
-            },
-        )
-        for model in ends_of(results, units, UNTOUCHED)
-    ]
+    pairs: list[Pair] = []
+    for model in ends_of(results, units, UNTOUCHED):
+        # pairing requires equal settings; these differ only in the one that describes the rescaling
+        alike = {key: dataclasses.replace(model[to], settings=model[key].settings) for key, to in RESCALED.items()}
+        pairs.append((model, {**model, **alike}))
+    return pairs
 
 
 # --- what is claimed --------------------------------------------------------------------------------------------------
@@ -617,10 +609,12 @@ def _differences(results: Results, name: str, steps: int) -> SummaryTable:
     few_shot = scale.few_shot_probes.values() if steps else ()
     keys = ("kl", *RESCALED, *scale.probes.values(), *few_shot)
     rows = [
-        ((GROUPS[arm], GROUPS[control], number_of(units)), changes(pairs, units, keys))
-        for control, arm in CONTRASTS.values()
-        if several(units := units_with(results, control, arm))
-        for pairs in [_after_cooldown(results, units, (control, arm), steps)]
+        (
+            (GROUPS[arms[1]], GROUPS[arms[0]], number_of(units)),
+            changes(_after_cooldown(results, units, arms, steps), units, keys),
+        )
+        for arms in CONTRASTS.values()
+        if several(units := units_with(results, *arms))
     ]
     caption = (
         "Paired by grammar and seed. KL and probe accuracies: arm minus control. Traces: arm over control, as "
@@ -697,25 +691,20 @@ def _baselines(results: Results) -> SummaryTable:
         # sums of probabilities, which rounding takes a little off 1
         return [round(one[probe].details[name], 12) for one in starts]
 
-    values: dict[str, list[list[float]]] = {
-        "Majority class": [rate("majority_rate", probe) for probe in scale.probes.values()],
+    # by probe: a number for each unit
+    values: dict[str, dict[str, list[float]]] = {
+        "Majority class": {probe: rate("majority_rate", probe) for probe in scale.probes.values()},
         **{
-            title: [[one[f"{kind}-{task}"].value for one in starts] for task in scale.tasks]
+            title: {probe: [one[f"{kind}-{task}"].value for one in starts] for task, probe in scale.probes.items()}
             for kind, title in BASELINES.items()
         },
-        "Untrained model": [[one[probe].value for one in starts] for probe in scale.probes.values()],
-        "Trained model (untouched)": [[one[probe].value for one in models] for probe in scale.probes.values()],
-        "Bayes-optimal classifier": [rate("bayes_accuracy", probe) for probe in scale.probes.values()],
+        "Untrained model": {probe: [one[probe].value for one in starts] for probe in scale.probes.values()},
+        "Trained model (untouched)": {probe: [one[probe].value for one in models] for probe in scale.probes.values()},
+        "Bayes-optimal classifier": {probe: rate("bayes_accuracy", probe) for probe in scale.probes.values()},
     }
     clusters = clusters_of(units)
     rows = [
-        (
-            (title,),
-            {
-                probe: cluster_mean(some, clusters, unit="accuracy")
-                for probe, some in zip(scale.probes.values(), by_probe, strict=True)
-            },
-        )
+        ((title,), {probe: cluster_mean(some, clusters, unit="accuracy") for probe, some in by_probe.items()})
         for title, by_probe in values.items()
         if several(units)
     ]

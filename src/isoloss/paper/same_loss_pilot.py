@@ -50,9 +50,7 @@ class Pilot(OverGrammars):
         for arm, stage in (sgd | like.more_stages()).items():
             config = like.continued(unit, start, stage)
             measured = like.measured(unit, ["loss", *RESCALED, *like.probes.values()], config.steps)
-            runs[arm] = Experiment(
-                config=config, measurements=(measured,), after=(unit.run(self.main),), group=GROUPS[arm]
-            )
+            runs[arm] = Experiment(config=config, measurements=(measured,), group=GROUPS[arm])
         return runs
 
     @property

@@ -253,18 +253,21 @@ class _Clusters:
         """Return the estimates of columns, given what each sequence adds to them, a (n, K)."""
         total, known = self.total, self.controls.shape[1] - len(self.covariance)
         beta = self._coefficients(a)
-        # a copy: `summed` returns `a` itself where each sequence is a cluster, and the residuals are written in place
-        residuals = self.summed(a).clone()
-        sums = torch.zeros(FOLDS, a.shape[1], dtype=torch.float64)
-        for fold in range(FOLDS):
-            inside = self.folds == fold
-            residuals[inside] -= self.controls[inside] @ beta[fold]
-            sums[fold] = residuals[inside].sum(dim=0)
+        residuals = self.less_controls(self.summed(a), beta)
+        sums = torch.stack([residuals[self.folds == fold].sum(dim=0) for fold in range(FOLDS)])
         ratios = sums.sum(dim=0) / total
         slopes = (self.by_fold[:, None, None] * beta[:, known:]).sum(dim=0) / total
         residuals -= ratios * self.positions[:, None]
         influence = self.influence_of(residuals, slopes)
         return _Fitted(beta, slopes, ratios, sums, self.stderr(residuals, slopes, influence))
+
+    def less_controls(self, sums: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        """Return (N, K): sums of the clusters less the controls, with coefficients (F, C, K)."""
+        residuals = sums.clone()
+        for fold in range(FOLDS):
+            inside = self.folds == fold
+            residuals[inside] -= self.controls[inside] @ beta[fold]
+        return residuals
 
     def _coefficients(self, a: torch.Tensor) -> torch.Tensor:
         """Return (F, C, K): for each fold, the least-squares coefficients of a - R m on d over all other folds.
@@ -380,10 +383,8 @@ class ColumnRatios:
         for control in range(beta.shape[1]):
             beta[:, control] = summed(self.fitted.beta[:, control], folds)
         parts = zip(torch.split(self.a, _ROWS_AT_ONCE), torch.split(fit.folds, _ROWS_AT_ONCE), strict=True)
-        residuals = torch.cat([summed(*part) for part in parts])
+        residuals = fit.less_controls(torch.cat([summed(*part) for part in parts]), beta)
         residuals -= values * fit.positions[:, None]
-        for fold in range(FOLDS):
-            residuals[fit.folds == fold] -= fit.controls[fit.folds == fold] @ beta[fold]
         slopes = torch.einsum("f,frg->rg", fit.by_fold, beta[:, beta.shape[1] - len(fit.covariance) :]) / fit.total
         return fit.influence_of(residuals, slopes)
 

@@ -63,11 +63,7 @@ def check_data(data: str | Path) -> None:
 
 
 def parse(spec: str) -> DatasetName:
-    """Return the parts of `spec`; a folder that exists comes before a name on the hub.
-
-    Raises:
-        IsolossError: It is neither such a folder nor of the form of a name.
-    """
+    """Return the parts of `spec`; a folder that exists comes before a name on the hub."""
     if spec.startswith(PYTHON):
         return DatasetName(spec.removeprefix(PYTHON), prefix=PYTHON)
     text = spec.removeprefix(PREFIX)
@@ -102,10 +98,6 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Rows:
     A folder is what `save_to_disk` wrote, or holds Parquet, Arrow, JSON lines, CSV or text files as `load_dataset`
     takes them. From the hub, the data is downloaded once, into the cache of `datasets` (`HF_HOME`); afterwards no
     network is needed. No code that comes with a dataset is run. What comes with Python needs no `datasets`.
-
-    Raises:
-        IsolossError: There is no such dataset, config, split (e.g. `train[:10%]`) or column, or no hub; or `datasets`
-            is not installed.
     """
     name = parse(spec)
     if name.prefix == PYTHON:

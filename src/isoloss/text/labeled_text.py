@@ -90,10 +90,6 @@ def read_rows(
         split: Of a folder or a dataset; a file has one only, and the split is of no effect.
         header: Columns of a `.tsv` or `.csv` file whose first line is an example, as CoLA's.
 
-    Raises:
-        IsolossError: There is no such file, folder, dataset, split or column; a text or a label is not as it must be,
-            named by its place.
-
     Example:
         >>> import tempfile
         >>> from pathlib import Path
@@ -132,9 +128,6 @@ def number_labels(splits: Sequence[LabeledRows], label_names: Sequence[str] | No
         splits: The splits.
         label_names: The labels, in the order of their indices; None: those that the datasets name, else those of the
             first split, sorted (numbers by value), then those that only another one has.
-
-    Raises:
-        IsolossError: A split has no row with text and label, or a label is none of the names.
 
     Warns:
         IsolossWarning: Rows are left out.

@@ -83,9 +83,6 @@ def mask(
     Returns:
         `input_ids`, `attention_mask` (1 at tokens) and `labels` (-100 where nothing is predicted), each (n, T) int64.
 
-    Raises:
-        IsolossError: A sentence has no token that could be masked, or the fraction is not in (0, 1].
-
     Example:
         >>> import torch
         >>> from isoloss.lab.languages import Sentences

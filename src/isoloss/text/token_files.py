@@ -41,10 +41,6 @@ def read_token_ids(data: Path, length: int) -> Ids:
     Args:
         data: The file.
         length: Tokens in a row, for ids in one dimension.
-
-    Raises:
-        IsolossError: The file is unreadable, empty or not of token ids, has more or fewer tokens than its header says,
-            or is a `.bin` without a header whose ids have more than 16 bits.
     """
     try:
         array = _read_bin(data) if data.suffix.lower() == ".bin" else np.load(data, mmap_mode="r", allow_pickle=False)

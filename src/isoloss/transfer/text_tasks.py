@@ -297,12 +297,10 @@ def _read(source: TextTask, seed: int) -> list[LabeledText]:
 
 
 def _test_split(where: str) -> str:
-    if hub_datasets.is_dataset(where):
-        return "validation"
     folder = Path(where).expanduser()
-    if not folder.is_dir():
+    if hub_datasets.is_dataset(where) or not folder.is_dir():
         # a file has one split, whatever its name
-        return "test"
+        return "validation"
     names = split_files(folder)
     split = next((split for split in _TEST_SPLITS if split in names), None)
     if split is None:

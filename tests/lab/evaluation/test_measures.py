@@ -87,6 +87,13 @@ def as_json(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+def inputs_of(checkpoints, **options):
+    """The token ids as a command reads them."""
+    model, masking = load_model(checkpoints / "a", device="cpu").model, ObjectiveConfig(masking="fraction")
+    options |= {"checkpoint": str(checkpoints / "a"), "config": model.config, "kind": "masked", "mask_id": 9}
+    return read_inputs(checkpoints / "ids.npy", masking=masking, **options)
+
+
 def has_error(estimate):
     return estimate["stderr"] > 0 or "(exact)" in str(Estimate.from_dict(estimate))
 
@@ -168,15 +175,7 @@ def test_isoloss_measure_takes_every_measure_of_flatness_and_gives_what_the_func
     assert all(has_error(estimate) for estimate in estimates.values())
     measure = make_measure(asked, SMALL)
     loaded = load_model(checkpoints / "a", device="cpu")
-    inputs = read_inputs(
-        checkpoints / "ids.npy",
-        checkpoint=str(checkpoints / "a"),
-        config=loaded.model.config,
-        kind="masked",
-        num_sequences=40,
-        mask_id=9,
-        masking=ObjectiveConfig(masking="fraction"),
-    )
+    inputs = inputs_of(checkpoints, num_sequences=40)
     given = {"auxiliary_sample": inputs.auxiliary_sample} if hasattr(measure, "trace_method") else {}
     if name == "rescaling-control":  # both traces, of another model
         loaded = dataclasses.replace(loaded, model=rescaled_at_random(loaded.model, seed=measure.seed))
@@ -206,19 +205,6 @@ def test_two_models_are_compared_by_every_measure_that_can_be_paired(of_flatness
         assert 0 < difference["stderr"] < 2 * np.hypot(first[key]["stderr"], second[key]["stderr"])
     assert names
     assert bool(pairs) == (name != "squared-norm")
-
-
-def context_of(checkpoints, **more):
-    inputs = read_inputs(
-        checkpoints / "ids.npy",
-        checkpoint=str(checkpoints / "a"),
-        config=load_model(checkpoints / "a", device="cpu").model.config,
-        kind="masked",
-        num_sequences=40,
-        mask_id=9,
-        masking=ObjectiveConfig(masking="fraction"),
-    )
-    return MeasureContext(read=lambda number, seed: inputs.cut(8), objective=ObjectiveConfig(), **more)
 
 
 def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
@@ -269,7 +255,8 @@ def test_a_measure_is_one_function_whose_annotated_arguments_are_its_settings(ch
     assert (seen, found.inputs != "") == ([(1, False)], True)
     measure = make_measure("mean-length")
     assert isinstance(measure, FunctionMeasure)
-    assert measure.why_not_applicable(context_of(checkpoints, rtol=0.1)) == "it takes no rtol"
+    limited = MeasureContext(read=None, objective=ObjectiveConfig(), rtol=0.1)
+    assert measure.why_not_applicable(limited) == "it takes no rtol"
     assert "mean-length" in flatness_measures()
 
 
@@ -386,9 +373,7 @@ def test_the_loss_on_token_ids_is_their_cross_entropy(checkpoints):
     inputs = InputConfig(mask_id=9)
     (found,) = evaluate(checkpoints / "a", ["loss"], data=checkpoints / "ids.npy", inputs=inputs)
     loaded = load_model(checkpoints / "a", device="cpu")
-    masking = ObjectiveConfig(masking="fraction")
-    options = {"checkpoint": loaded.name, "config": loaded.model.config, "kind": "masked", "mask_id": 9}
-    (batch,) = read_inputs(checkpoints / "ids.npy", masking=masking, **options).cut(48).batches
+    (batch,) = inputs_of(checkpoints).cut(48).batches
     with torch.no_grad():
         logits = loaded.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), batch["labels"].flatten())

@@ -31,10 +31,6 @@ CONFIG = TrainConfig(
 )
 
 
-def trained(path, config):
-    return pretrain(path, config)
-
-
 def content(run):
     found = {str(p.relative_to(run.path)): p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
     return {name: data for name, data in found.items() if name not in ("log.jsonl", ".lock", "run.json")}
@@ -42,9 +38,9 @@ def content(run):
 
 def test_measuring_changes_nothing_in_training(tmp_path):
     before = torch.get_rng_state()
-    measured = trained(tmp_path / "measured", CONFIG)
+    measured = pretrain(tmp_path / "measured", CONFIG)
     assert torch.equal(torch.get_rng_state(), before)
-    plain = trained(tmp_path / "plain", dataclasses.replace(CONFIG, measure_every=0))
+    plain = pretrain(tmp_path / "plain", dataclasses.replace(CONFIG, measure_every=0))
     for step in (4, 8):
         for name in ("model.safetensors", "trainer.safetensors"):
             bytes_of = [(run.checkpoint(step) / name).read_bytes() for run in (measured, plain)]
@@ -57,7 +53,7 @@ def test_measuring_changes_nothing_in_training(tmp_path):
 
 
 def test_what_is_measured_is_what_eval_says(tmp_path):
-    run = trained(tmp_path, CONFIG)
+    run = pretrain(tmp_path, CONFIG)
     evaluator = Evaluator(run, {"loss_sentences": 64, "num_sequences": 64, "seed": 0})
     for line in run.metrics()[1::2]:
         kl = evaluator.measure("loss", line["step"])[0].estimates["kl"]
@@ -69,7 +65,7 @@ def test_what_is_measured_is_what_eval_says(tmp_path):
 
 
 def test_a_measured_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
-    whole = trained(tmp_path / "whole", CONFIG)
+    whole = pretrain(tmp_path / "whole", CONFIG)
     language = CONFIG.language.build()
     stopped = Run(tmp_path / "stopped")
     draw = language.batch
@@ -92,7 +88,7 @@ def test_a_causal_model_and_one_of_text_are_measured(tmp_path, monkeypatch, voca
     causal = dataclasses.replace(
         CONFIG, model=ModelConfig(architecture="opt", size="d16"), objective=ObjectiveConfig(kind="causal")
     )
-    last = trained(tmp_path / "causal", causal).metrics()[-1]
+    last = pretrain(tmp_path / "causal", causal).metrics()[-1]
     assert last["trace"] > 0
     assert 0 < last["kl_nats"] < 3
     monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
@@ -101,7 +97,7 @@ def test_a_causal_model_and_one_of_text_are_measured(tmp_path, monkeypatch, voca
         (tmp_path / "text" / f"{i}.txt").write_text(" ".join(words[i : i + 18]))
     corpus = languages.resolve(str(tmp_path / "text"), tokenizer=str(vocab), length=6)
     corpus = dataclasses.replace(corpus, held_out=0.4)
-    line = trained(tmp_path / "run", dataclasses.replace(CONFIG, language=corpus)).metrics()[-1]
+    line = pretrain(tmp_path / "run", dataclasses.replace(CONFIG, language=corpus)).metrics()[-1]
     assert 2 < line["held_out_nats"] < 6
     assert line["trace"] > 0
 
@@ -109,10 +105,10 @@ def test_a_causal_model_and_one_of_text_are_measured(tmp_path, monkeypatch, voca
 def test_the_adversary_gets_the_training_set_of_its_task(tmp_path):
     adversarial = AdversarialConfig(task="prefix-4", head_examples=16, loss_examples=16, task_examples=100)
     config = dataclasses.replace(CONFIG, algorithm=adversarial)
-    run = trained(tmp_path / "run", config)
+    run = pretrain(tmp_path / "run", config)
     assert json.loads((run.path / "metrics.jsonl").read_text().splitlines()[0])["adversary_loss"] > 0
     with pytest.raises(IsolossError, match="no task 'prefix-99'"):
-        trained(
+        pretrain(
             tmp_path / "other",
             dataclasses.replace(config, algorithm=dataclasses.replace(adversarial, task="prefix-99")),
         )
@@ -121,7 +117,7 @@ def test_the_adversary_gets_the_training_set_of_its_task(tmp_path):
         spoiled = dataclasses.replace(adversarial, task=task)
         brackets = dataclasses.replace(config, language=BracketsConfig(length=4), algorithm=spoiled)
         with pytest.raises(IsolossError, match=message):
-            trained(tmp_path / task, brackets)
+            pretrain(tmp_path / task, brackets)
 
 
 def test_a_helper_raises_the_probes_accuracy_and_an_adversary_lowers_it(tmp_path):
@@ -138,7 +134,7 @@ def test_a_helper_raises_the_probes_accuracy_and_an_adversary_lowers_it(tmp_path
         "neither": GradientConfig(),
         "helper": AdversarialConfig(task="prefix-2", weight=-1.0),
     }.items():
-        run = trained(tmp_path / name, dataclasses.replace(config, algorithm=algorithm))
+        run = pretrain(tmp_path / name, dataclasses.replace(config, algorithm=algorithm))
         settings = {"num_train": 512, "num_test": 2048, "probe_epochs": 20, "probe_seeds": 1}
         measured = Evaluator(run, settings).measure("probe-prefix-2", 60)[0]
         accuracy[name] = measured.estimates["accuracy"].value
@@ -157,7 +153,7 @@ def test_a_stage_ends_where_the_kl_on_its_own_sentences_is_low_enough(tmp_path):
     config = dataclasses.replace(
         CONFIG, stages=stages, steps=44, measure_every=0, checkpoints=tuple(range(0, 45, 4)), measure_sentences=256
     )
-    run = trained(tmp_path, config)
+    run = pretrain(tmp_path, config)
     first, second = run.result()["stages"]
     assert (first["ended"], second["ended"]) == ("target reached", "steps done")
     assert second["step"] == first["step"] + 4
@@ -193,7 +189,7 @@ def test_a_causal_run_ends_at_a_kl_to_the_next_tokens_truth(tmp_path):
         log_every=10,
         threads=1,
     )
-    run = trained(tmp_path / "run", config)
+    run = pretrain(tmp_path / "run", config)
     (ended,) = run.result()["stages"]
     assert ended["ended"] == "target reached"
     assert ended["validation_kl_nats"] <= 0.1
@@ -211,7 +207,7 @@ def test_a_target_loss_is_of_fresh_sentences_or_of_held_out_text(tmp_path, monke
         model=ModelConfig(architecture="opt", size="d16"),
         objective=ObjectiveConfig(kind="causal"),
     )
-    (ended,) = trained(tmp_path / "causal", causal).result()["stages"]
+    (ended,) = pretrain(tmp_path / "causal", causal).result()["stages"]
     assert (ended["step"], ended["ended"]) == (2, "target reached")
     assert 3.0 < ended["validation_loss_nats"] < 4.0  # of 32 tokens: 3.47 where nothing is known
     monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
@@ -222,18 +218,18 @@ def test_a_target_loss_is_of_fresh_sentences_or_of_held_out_text(tmp_path, monke
         languages.resolve(str(tmp_path / "text"), tokenizer=str(vocab), length=6), held_out=0.4
     )
     text = dataclasses.replace(causal, language=corpus, model=CONFIG.model, objective=CONFIG.objective)
-    (ended,) = trained(tmp_path / "run", text).result()["stages"]
+    (ended,) = pretrain(tmp_path / "run", text).result()["stages"]
     assert 2.0 < ended["validation_loss_nats"] < 6.0
     kl = dataclasses.replace(stage, target_loss=None, target_kl=1.0)
     with pytest.raises(
         IsolossError, match=r"stages\[0\] has a target_kl: Corpus has no exact .* give the stage a target_"
     ):
-        trained(tmp_path / "none", dataclasses.replace(text, stages=(kl,)))
+        pretrain(tmp_path / "none", dataclasses.replace(text, stages=(kl,)))
     assert not (tmp_path / "none").exists()
 
 
 def test_a_complete_run_is_returned_as_it_is(tmp_path, monkeypatch):
-    run = trained(tmp_path / "run", CONFIG)
+    run = pretrain(tmp_path / "run", CONFIG)
     before = content(run)
     monkeypatch.setattr(type(CONFIG.language), "build", None)  # nothing is made, drawn or measured
     assert pretrain(run, CONFIG) == run
@@ -245,7 +241,7 @@ def test_a_complete_run_is_returned_as_it_is(tmp_path, monkeypatch):
 def test_a_run_says_in_a_line_what_it_is(tmp_path):
     assert repr(Run(tmp_path / "run")) == f"Run('{tmp_path}/run', not begun)"
     assert "<td>not begun</td>" in Run(tmp_path / "run")._repr_html_()
-    run = trained(tmp_path / "run", CONFIG)
+    run = pretrain(tmp_path / "run", CONFIG)
     assert repr(run) == f"Run('{tmp_path}/run', complete, checkpoints at steps [4, 8])"
     for cell in ("bert d16", "pcfg", "gradient", "nats at step 8"):
         assert cell in run._repr_html_()
@@ -253,7 +249,7 @@ def test_a_run_says_in_a_line_what_it_is(tmp_path):
 
 def test_a_measure_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(IsolossError, match="measure_every is 5; it must be a multiple of log_every, 2"):
-        trained(tmp_path / "run", dataclasses.replace(CONFIG, measure_every=5))
+        pretrain(tmp_path / "run", dataclasses.replace(CONFIG, measure_every=5))
     with pytest.raises(IsolossError, match="measure_sentences is 3; it must be at least 10"):
-        trained(tmp_path / "run", dataclasses.replace(CONFIG, measure_sentences=3))
+        pretrain(tmp_path / "run", dataclasses.replace(CONFIG, measure_sentences=3))
     assert not (tmp_path / "run").exists()

@@ -82,20 +82,6 @@ def test_more_kinds_than_characters():
     assert language.config.build().vocabulary == language.vocabulary
 
 
-@pytest.mark.parametrize(
-    ("tokens", "length", "words"),
-    [
-        ([0, 1, 0, 0], 4, "sentence 0 has probability 0: it has 3 '<', and a sentence of 4 brackets has 2"),
-        ([1, 1, 1, 0], 4, "sentence 0 has probability 0: it has 3 '>'"),
-        ([0, 1, 0, 1], 3, "sentence 0 has length 3; every sentence here has 4 brackets"),
-    ],
-)
-def test_sentences_that_are_wrong(tokens, length, words):
-    for method in (Brackets(4).log_conditionals, Brackets(4).log_prob):
-        with pytest.raises(IsolossError, match=words):
-            method(torch.tensor([tokens]), torch.tensor([length]))
-
-
 def test_draws_and_encodings_that_are_wrong():
     language = Brackets(4)
     with pytest.raises(IsolossError, match="cannot draw -1 sentences"):
@@ -108,6 +94,12 @@ def test_draws_and_encodings_that_are_wrong():
         language.mismatch(torch.tensor([[0, 1, 0, 0]]), torch.tensor([[True]]))
     with pytest.raises(IsolossError, match="length is 7; it must be even"):
         Brackets(7)
+    with pytest.raises(IsolossError, match="sentence 0 has length 3; every sentence here has 4 brackets"):
+        language.log_prob(torch.tensor([[0, 1, 0, 1]]), torch.tensor([3]))
+    with pytest.raises(
+        IsolossError, match="sentence 0 has probability 0: it has 3 '<', and a sentence of 4 brackets has 2"
+    ):
+        language.log_prob(torch.tensor([[0, 1, 0, 0]]), torch.tensor([4]))
 
 
 @pytest.mark.gpu

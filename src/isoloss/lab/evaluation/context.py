@@ -176,17 +176,15 @@ class ModelInfo:
     @classmethod
     def of(cls, loaded: LoadedModel) -> ModelInfo:
         """Return what there is to know of a loaded checkpoint."""
-        outline = Outline.of(loaded.name, loaded.model, loaded.kind == "causal")
-        has_embeddings = input_embeddings(loaded.model) is not None
-        no_features = why_no_features(loaded.model, causal=outline.causal)
+        model, is_causal = loaded.model, loaded.kind == "causal"
         return cls(
             name=loaded.name,
             architecture=loaded.architecture,
-            outline=outline,
-            config=config_of(loaded.model),
-            max_length=most_positions(loaded.model),
-            has_embeddings=has_embeddings,
-            no_features=no_features,
+            outline=Outline.of(loaded.name, model, is_causal),
+            config=config_of(model),
+            max_length=most_positions(model),
+            has_embeddings=input_embeddings(model) is not None,
+            no_features=why_no_features(model, causal=is_causal),
         )
 
     def named(self, name: str) -> ModelInfo:
@@ -197,12 +195,9 @@ class ModelInfo:
 class Checkpoints:
     """Models that are measured one after another, with information on all before the first is measured.
 
+    The models are checkpoints, models or functions that load them, by name; options are those of `isoloss.load_model`.
     A checkpoint with the same header (`isoloss.checkpoints.loading.header_of`) as an earlier one is loaded only when it
     is measured. The first model is kept in memory until it is measured. No other two are in memory at a time.
-
-    Args:
-        models: By name, checkpoints, models, or functions that load them.
-        **options: For checkpoints, as for `isoloss.load_model`.
     """
 
     def __init__(self, models: Mapping[str, Model | str | Path], **options: Any) -> None:
@@ -265,13 +260,8 @@ def data_context(
 ) -> MeasureContext:
     """Return the context of measuring models on text or token ids, which must mean the same to all of them.
 
-    Args:
-        data: Text or token ids.
-        models: What is measured.
-        config: How the data is read.
-        shuffled: Whether inputs are in random order: a measurement that `rtol` or `seconds` ends early is of a random
-            part only of such inputs.
-        tokenizer: The tokenizer of all models; None: the one that `config` names, else their own, which must be alike.
+    A measurement that `rtol` or `seconds` ends early is of a random part of the inputs only where these are `shuffled`.
+    Without a `tokenizer` it is the one that `config` names, else the models' own, which must be alike.
     """
     first = models[0]
     for other in models[1:]:
@@ -302,16 +292,9 @@ def data_context(
         return _fitting(inputs, models, config, seed if shuffled else None)
 
     def load() -> Any:
-        if given is None or isinstance(given, str):
-            return load_tokenizer(given or first.name)
-        return given
+        return load_tokenizer(given or first.name) if given is None or isinstance(given, str) else given
 
-    return MeasureContext(
-        read=read,
-        objective=objective,
-        load_tokenizer=load,
-        has_embeddings=first.has_embeddings,
-    )
+    return MeasureContext(read=read, objective=objective, load_tokenizer=load, has_embeddings=first.has_embeddings)
 
 
 def language_context(
@@ -342,13 +325,11 @@ def language_context(
 def run_context(config: TrainConfig) -> MeasureContext:
     """Return the context of measuring the checkpoints of a run on its own language."""
     language: Language = config.language.build()
-    return MeasureContext(
-        read=lambda num_sequences, seed: language_inputs(
-            language, config.objective, num_sequences=num_sequences, seed=seed
-        ),
-        objective=config.objective,
-        language=language,
-    )
+
+    def read(num_sequences: int, seed: int) -> Inputs:
+        return language_inputs(language, config.objective, num_sequences=num_sequences, seed=seed)
+
+    return MeasureContext(read=read, objective=config.objective, language=language)
 
 
 def _fitting(inputs: Inputs, models: Sequence[ModelInfo], config: InputConfig, order: int | None) -> Inputs:

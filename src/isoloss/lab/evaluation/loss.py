@@ -62,7 +62,7 @@ class ExactTargets:
     weights: torch.Tensor | None = None  # (n,) float64, probabilities, if these are all sentences; None if sampled
 
     def __len__(self) -> int:
-        return len(self.entropy)
+        return len(self.counts)
 
     def log_conditionals(self, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Return (m, V) float64: the log-conditionals of the m predicted tokens, given what the model reads, in nats.
@@ -73,9 +73,7 @@ class ExactTargets:
         if self.kept is not None:
             before = int(self.counts[:first].sum())
             return self.kept[before : before + int(self.counts[part].sum())]
-        batch = {name: value[part] for name, value in self.batch.items()}
-        out = torch.empty(int(self.counts[part].sum()), self.language.vocab_size, dtype=torch.float64)
-        return _fill(out, self.language, batch, self.objective)
+        return _conditionals(self.language, {name: each[part] for name, each in self.batch.items()}, self.objective)
 
     def held_at_once(self, batch_size: int) -> int:
         """Return how many sentences' conditionals take a bounded memory: some batches of `batch_size`, at least one."""
@@ -123,11 +121,8 @@ def exact_targets(
 
     Under the causal objective every token is predicted, given those before it: a model does not know how many follow
     (`Language.log_next`). With `num_sentences="all"` nothing is drawn: it takes every sentence, or every distinct one
-    with one masked token (`isoloss.lab.languages.exact.masked_sentences`), weighted by its probability.
-
-    Each conditional is given the visible tokens, as the model's prediction is: with several tokens of a sentence masked
-    it is a sum over all tokens at the other masked positions. Where the conditionals take more than 512 MiB, their
-    entropies are computed here, and they themselves a part at a time whenever a model is measured.
+    with one masked token (`isoloss.lab.languages.exact.masked_sentences`), weighted by its probability. Each
+    conditional is given the visible tokens, as the model's prediction is.
 
     Raises:
         IsolossError: Fewer than ten sentences; no exact conditionals under this objective; with `all`, more than 65,536
@@ -165,29 +160,28 @@ def exact_targets(
     chosen = _predicted_at(batch, objective)
     counts = chosen.sum(dim=1)
     total = int(counts.sum())
-    kept, entropy = None, torch.empty(total, dtype=torch.float64)
-    if 8 * total * language.vocab_size <= _KEPT_BYTES:
-        kept = torch.empty(total, language.vocab_size, dtype=torch.float64)
-        _fill(kept, language, batch, objective)
-        log_p = kept
-
-        def compute(first: int) -> None:
-            rows = log_p[first : first + ROWS]
-            entropy[first : first + ROWS] = (probabilities(rows) * -rows).sum(dim=1)
-
-        run_in_threads(compute, ((first,) for first in range(0, total, ROWS)), kept.device)
-    else:
-        _fill(entropy, language, batch, objective)
-    return ExactTargets(
+    targets = ExactTargets(
         language=language,
         batch=batch,
-        entropy=by_sentence(entropy, chosen),
+        entropy=torch.empty(len(counts), dtype=torch.float64),
         counts=counts,
         objective=objective,
         seed=seed,
-        kept=kept,
+        kept=_conditionals(language, batch, objective) if 8 * total * language.vocab_size <= _KEPT_BYTES else None,
         weights=weights,
     )
+    entropy, done = torch.empty(total, dtype=torch.float64), 0
+    for start in range(0, len(counts), size := targets.held_at_once(1)):
+        log_p = targets.log_conditionals(start, start + size)
+        part = entropy[done : done + len(log_p)]
+
+        def compute(first: int, log_p: torch.Tensor = log_p, part: torch.Tensor = part) -> None:
+            rows = log_p[first : first + ROWS]
+            part[first : first + ROWS] = (probabilities(rows) * -rows).sum(dim=1)
+
+        run_in_threads(compute, ((first,) for first in range(0, len(log_p), ROWS)), log_p.device)
+        done += len(log_p)
+    return dataclasses.replace(targets, entropy=by_sentence(entropy, chosen))
 
 
 def _predicted_at(batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
@@ -198,19 +192,29 @@ def _predicted_at(batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
     return chosen
 
 
-def _fill(out: torch.Tensor, language: Language, batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
-    """Set `out` to the m predicted tokens' log-conditionals, (m, V), or to their entropies, (m,), and return it."""
-    if objective.kind == "causal":
-        return _fill_next(out, language, batch, objective)
-    compute = language.log_conditionals if out.dim() == 2 else language.conditional_entropy
+def _conditionals(language: Language, batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
+    """Return (m, V) float64: the log-conditionals of the predicted tokens."""
     chosen = _predicted_at(batch, objective)
     counts = chosen.sum(dim=1)
-    firsts = counts.cumsum(dim=0) - counts
+    out = torch.empty(int(counts.sum()), language.vocab_size, dtype=torch.float64)
     lengths = batch["attention_mask"].sum(dim=1)
-    row_bytes = out.element_size() * math.prod(out.shape[1:])
+    if objective.kind == "causal":
+        # a start that is not a token of the sentences is put before them
+        begin = 0 if language.start.is_in_sentences else 1
+        tokens = batch["input_ids"][:, begin:]
+        size = max(1, _PART_BYTES // (8 * tokens.shape[1] * language.vocab_size))
+        done = 0
+        for first in range(0, len(tokens), size):
+            rows = slice(first, first + size)
+            logs = language.log_next(tokens[rows], lengths[rows] - begin, without_special=True)
+            logs = logs.cpu().double()[chosen[rows, begin:]]
+            out[done : done + len(logs)] = logs
+            done += len(logs)
+        return out
+    firsts = counts.cumsum(dim=0) - counts
     # sentences with as many masked positions go together
     for count in sorted(set(counts.tolist())):
-        size = min(_PART, max(1, _PART_BYTES // (count * row_bytes)))
+        size = min(_PART, max(1, _PART_BYTES // (count * 8 * language.vocab_size)))
         for rows in (counts == count).nonzero()[:, 0].split(size):
             masked = chosen[rows]
             # the sentence before the masking: a language is told the tokens and which of them it may not look at
@@ -218,25 +222,10 @@ def _fill(out: torch.Tensor, language: Language, batch: Batch, objective: Object
             positions = masked.nonzero()[:, 1].view(-1, count)
             # one masked token needs no mask, as a conditional never looks at the token that it is of
             unknown = None if objective.masking == "one" else masked
-            values = compute(tokens, lengths[rows], mask=unknown, positions=positions)
+            values = language.log_conditionals(tokens, lengths[rows], mask=unknown, positions=positions)
             # in `out`, the positions of a sentence follow each other
             indices = firsts[rows, None] + torch.arange(count)
             out.numpy()[indices.flatten().numpy()] = values.flatten(0, 1).cpu().numpy()
-    return out
-
-
-def _fill_next(out: torch.Tensor, language: Language, batch: Batch, objective: ObjectiveConfig) -> torch.Tensor:
-    # a start that is not a token of the sentences is put before them
-    begin = 0 if language.start.is_in_sentences else 1
-    tokens, chosen = batch["input_ids"][:, begin:], _predicted_at(batch, objective)[:, begin:]
-    lengths = batch["attention_mask"].sum(dim=1) - begin
-    size = max(1, _PART_BYTES // (8 * tokens.shape[1] * language.vocab_size))
-    done = 0
-    for first in range(0, len(tokens), size):
-        part = slice(first, first + size)
-        logs = language.log_next(tokens[part], lengths[part], without_special=True).cpu().double()[chosen[part]]
-        out[done : done + len(logs)] = logs if out.dim() == 2 else (probabilities(logs) * -logs).sum(dim=1)
-        done += len(logs)
     return out
 
 

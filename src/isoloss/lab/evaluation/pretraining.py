@@ -84,16 +84,9 @@ def pretrain(
 def next_update(run: Run, language: Language) -> dict[str, torch.Tensor]:
     """Return the change that one more optimizer step would make to the trained weights, by parameter; writes nothing.
 
-    Each has its parameter's shape. With `lawa` and `schedule-free` these are the weights being trained, not the average
-    that is saved. The step uses the next batch and the saved state of the optimizer, as if the last stage went on; a
-    decay that is over keeps its last rate.
-
-    Args:
-        run: A run with at least one step.
-        language: That of its config.
-
-    Raises:
-        IsolossError: The last checkpoint is damaged or missing.
+    With `lawa` and `schedule-free` these are the weights being trained, not the average that is saved. The step uses
+    the next batch and the saved state of the optimizer, as if the last stage went on; a decay that is over keeps its
+    last rate. The run has at least one step, and the language is that of its config.
     """
     examples = functools.partial(_task_examples, language, run.config.seed)
     device = resolve_device(run.config.device)

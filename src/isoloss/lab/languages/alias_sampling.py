@@ -8,7 +8,6 @@ so that their sentences are the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 
 from isoloss.errors import naming_extras
 from isoloss.lab.jit import jit
+from isoloss.lab.languages.batches import run_in_threads
 from isoloss.text.masking import Sentences
 
 with naming_extras():
@@ -107,7 +107,7 @@ def draw_chains(
         rows = slice(first, first + _CHUNK)
         _chains(np.uint64(seed), numbers[rows], initial, transition, emission, tokens[rows], states[rows])
 
-    _in_threads(fill, range(0, n, _CHUNK))
+    _each(fill, range(0, n, _CHUNK))
     return torch.from_numpy(tokens), torch.from_numpy(states)
 
 
@@ -138,7 +138,7 @@ def draw_derivations(
         tokens[first // chunk] = words[: lengths[rows].sum()].copy()
         nodes[first // chunk] = spans[: sizes[rows].sum()].copy()
 
-    _in_threads(fill, starts)
+    _each(fill, starts)
 
     def padded(parts: list[Int], sizes: Long, width: int, padding: int) -> torch.Tensor:
         out = np.empty((n, sizes.max(initial=0), width), np.int64)
@@ -147,7 +147,7 @@ def draw_derivations(
             rows = slice(first, first + chunk)
             _spread(parts[first // chunk], sizes[rows], padding, out[rows])
 
-        _in_threads(spread, starts)
+        _each(spread, starts)
         return torch.from_numpy(out)
 
     latent = padded(nodes, sizes, 3, -1) if trees else None
@@ -174,14 +174,8 @@ def uniforms(seed: int, numbers: Long, width: int) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def _in_threads(fill: Callable[[int], None], starts: range) -> None:
-    if len(starts) < 2 or torch.get_num_threads() < 2:
-        for first in starts:
-            fill(first)
-    else:
-        # list() asks for every result: an error in a thread would be lost otherwise.
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(fill, starts))
+def _each(fill: Callable[[int], None], starts: range) -> None:
+    run_in_threads(fill, ((first,) for first in starts), torch.device("cpu"))
 
 
 # --- compiled --------------------------------------------------------------------------------------------------------

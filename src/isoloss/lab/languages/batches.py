@@ -25,11 +25,7 @@ def checked(
     max_length: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n, T) and (n,) int64 on `device`, the id `vocab_size` where a token is unknown or absent.
-
-    Raises:
-        IsolossError: A shape, a dtype, a token or a length is wrong; the message names the row.
-    """
+    """Return (n, T) and (n,) int64 on `device`, the id `vocab_size` where a token is unknown or absent."""
     if tokens.dim() != 2 or lengths.shape != tokens.shape[:1]:
         raise IsolossError(
             f"tokens must be (n, T) and lengths (n,), not {tuple(tokens.shape)} and {tuple(lengths.shape)}"
@@ -70,7 +66,9 @@ def at_positions(
     narrow = cropped(ids, lengths)
     if positions is None:
         out = compute(narrow, lengths, None)
-        return torch.nn.functional.pad(out, (0, 0) * len(trailing) + (0, ids.shape[1] - narrow.shape[1]))
+        # a padding of no column would be a copy
+        behind = ids.shape[1] - narrow.shape[1]
+        return torch.nn.functional.pad(out, (0, 0) * len(trailing) + (0, behind)) if behind else out
     wide = _checked_positions(positions, lengths)
     if not wide.numel():
         return torch.zeros(*positions.shape, *trailing, dtype=dtype, device=ids.device)

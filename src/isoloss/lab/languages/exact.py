@@ -48,9 +48,6 @@ def all_sentences(language: Language) -> tuple[Sentences, torch.Tensor]:
 
     They are on the CPU, sorted by length and then by tokens. The language's `log_prob` may include the probability of
     the length or not: probabilities are normalized within each length, then multiplied by `length_probs`.
-
-    Raises:
-        IsolossError: The language has no exact probabilities, or more than 65,536 strings.
     """
     if reason := why_not_enumerable(language):
         raise IsolossError(reason)

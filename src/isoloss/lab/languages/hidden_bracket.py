@@ -41,9 +41,6 @@ class HiddenBracket(ExactLanguage):
         length: T, even, from 2 to 12.
         flip: q, from 0 and below 1/2.
 
-    Raises:
-        IsolossError: A length or a probability outside these.
-
     Example:
         >>> import torch
         >>> from isoloss.lab.languages.hidden_bracket import HiddenBracket

@@ -89,9 +89,6 @@ class HMM(ExactLanguage):
             vocabulary: V distinct token strings; default: w0, w1, ...
             config: What the model was drawn or read from, where it was.
             source: What errors call the model.
-
-        Raises:
-            IsolossError: A table, a row of it (the message says which), the length or the vocabulary does not fit.
         """
         if not 1 <= length <= MAX_LENGTH:
             raise IsolossError(f"{source}: the length is {length}; it must be from 1 to {MAX_LENGTH} tokens")

@@ -571,11 +571,7 @@ def _node(language: PCFG, name: str, base: str) -> tuple[list[int], tuple[int, .
 
 
 def symbols_on_level(language: PCFG, level: int) -> list[int]:
-    """Return the ids of the symbols that have so many binary rules above them, as the task `level-D` asks.
-
-    Raises:
-        IsolossError: There are none, the grammar has no levels, or two of them can cover the same tokens.
-    """
+    """Return the ids of the symbols that have so many binary rules above them, as the task `level-D` asks."""
     name = f"level-{level}"
     symbols, _ = _node(language, name, name)
     _check_exclusive(language, symbols, name)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import isoloss
 from isoloss import config as configs
 from isoloss import files
 from isoloss.config import LanguageConfig
@@ -102,7 +102,7 @@ def save(language: Language, path: Path | str, *, overwrite: bool = False) -> No
     config = language._config
     document = {
         "format": "language",
-        "isoloss": isoloss.__version__,
+        "isoloss": version("isoloss"),
         "kind": stored.kind,
         "max_length": stored.max_length,
         "vocabulary": stored.vocabulary,
@@ -154,7 +154,7 @@ def _read(path: Path) -> tuple[Stored, Any]:
     if form != "language" or not isinstance(kind, str) or kind not in LANGUAGES:
         raise IsolossError(
             f"{path} holds a {kind!r} of the format {form!r}, written by isoloss {document.get('isoloss')}; isoloss "
-            f"{isoloss.__version__} reads the kinds {', '.join(LANGUAGES)} of the format 'language'"
+            f"{version('isoloss')} reads the kinds {', '.join(LANGUAGES)} of the format 'language'"
         )
     length, vocabulary, symbols = (document.get(name) for name in ("max_length", "vocabulary", "symbols"))
     if type(length) is not int or not _are_strings(vocabulary) or not _are_strings(symbols):

@@ -60,9 +60,6 @@ class WithSpecialTokens(ExactLanguage):
         Args:
             inner: A language whose probabilities are known and whose sentences have no special tokens of their own.
             config: What describes the framed language; None: the inner language's config, framed, where it has one.
-
-        Raises:
-            IsolossError: The inner language is another, or has a token of one of the two names.
         """
         if not inner.is_exact or inner.special_token_ids:
             raise IsolossError(

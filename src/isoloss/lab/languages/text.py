@@ -78,9 +78,6 @@ class Corpus(Language):
             config: Which text, tokenizer, length and held-out fraction.
             cache: Folder that keeps the tokens; default: the environment's `ISOLOSS_CACHE`, else `~/.cache/isoloss`.
             progress: Called with the numbers of documents tokenized and of all documents, every 100 documents.
-
-        Raises:
-            IsolossError: The text or the tokenizer is missing, unfit or changed, or too small for one sequence a part.
         """
         text = _Text(config)
         check_unchanged(

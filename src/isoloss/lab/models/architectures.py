@@ -389,7 +389,7 @@ class _OPT(Transformer):
 class _Gated(Transformer):
     """Rotary positions, gated feed-forward blocks, no biases: blocks of 4 d^2 + 3 d i + 2 d parameters."""
 
-    dropouts = ("attention_dropout",)
+    dropouts: tuple[str, ...] = ("attention_dropout",)
 
     def reshaped(self, named: Shape, config: ModelConfig) -> Shape:
         """Return the shape of a config, whose heads must be of even width: positions rotate pairs of dimensions."""

@@ -109,24 +109,18 @@ class Span(Trained):
         shift = read.tokens.shape[1] - plain.tokens.shape[1]
         backbone, device = backbone_of(model), next(model.parameters()).device
         check_sentences(backbone, read)
-        found: list[list[torch.Tensor]] = []
+        parts = []
         size = 512
         for first in range(0, len(read.tokens), size):
-            tokens, lengths = (
-                read.tokens[first : first + size].to(device),
-                read.lengths[first : first + size].to(device),
-            )
+            tokens, lengths = (each[first : first + size].to(device) for each in (read.tokens, read.lengths))
             mask = Batch(tokens, lengths).present()
             with torch.no_grad():
                 layers = backbone(input_ids=tokens, attention_mask=mask.long(), output_hidden_states=True).hidden_states
             here = (spans.sentence >= first) & (spans.sentence < first + size)
             row = (spans.sentence[here] - first).to(device)
             start, stop = spans.start[here].to(device) + shift, spans.stop[here].to(device) + shift
-            for number, layer in enumerate(layers):
-                if number == len(found):
-                    found.append([])
-                found[number].append(_at_spans(layer.float(), row, start, stop, self.span_state))
-        return [torch.cat(parts) for parts in found]
+            parts.append([_at_spans(layer.float(), row, start, stop, self.span_state) for layer in layers])
+        return [torch.cat(layer) for layer in zip(*parts, strict=True)]
 
 
 @dataclass(frozen=True)
