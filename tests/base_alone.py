@@ -70,7 +70,7 @@ COMMANDS = {
 NAMES = {
     **dict.fromkeys((f"isoloss.{name}" for name in ("finetune", "linear_probe", "make_task", "pretrain")), "lab"),
     "isoloss.transfer.linear_probe": "lab",
-    **dict.fromkeys(("isoloss.read_study", "isoloss.studies.PageParts", "isoloss.studies.load_study"), "study"),
+    **dict.fromkeys(("isoloss.read_study", "isoloss.studies.load_study"), "study"),
 }
 
 

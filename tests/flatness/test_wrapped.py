@@ -219,8 +219,10 @@ def test_rules_that_end_early_wait_for_a_label():
 
 
 def test_skipped_batches_are_in_what_is_printed():
+    args = types.SimpleNamespace(rtol=None)
+
     def line(*given):
-        return [text for text in command._remarks(None, fisher_trace(gpt2(), given), None) if "skipped" in text]
+        return [text for text in command._remarks(args, fisher_trace(gpt2(), given), None) if "skipped" in text]
 
     assert line(*batches()) == []
     assert line(*batches(), unlabeled()) == ["1 batch skipped: every label is -100"]

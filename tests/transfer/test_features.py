@@ -77,7 +77,7 @@ def test_the_last_layer_is_what_the_head_reads(model: PreTrainedModel) -> None:
     torch.testing.assert_close(from_features[present], logits[present], rtol=1e-5, atol=1e-5)
 
 
-def test_other_layers_and_the_mean() -> None:
+def test_other_layers_the_mean_and_single_tokens() -> None:
     model, sentences = bert(), varied()
     present = sentences.present()
     with torch.no_grad():
@@ -85,6 +85,9 @@ def test_other_layers_and_the_mean() -> None:
     for layer in (0, 1, 2, -1, -3):
         expected = states[layer].masked_fill(~present[:, :, None], 0.0)
         torch.testing.assert_close(extract(model, sentences, layer=layer), expected.flatten(1), rtol=1e-5, atol=1e-5)
+    every = extract(model, sentences).unflatten(1, (6, 8))
+    assert torch.equal(extract(model, sentences, pooling="first"), every[:, 0])
+    assert torch.equal(extract(model, sentences, pooling="last"), every[torch.arange(37), sentences.lengths - 1])
     mean = extract(model, sentences, pooling="mean")
     assert mean.shape == (37, 8)
     for row, tokens_states, length in zip(mean, states[-1], sentences.lengths.tolist(), strict=True):
@@ -107,8 +110,10 @@ def test_bad_input_is_named() -> None:
         extract(model, Sentences(torch.tensor([[3, 20]]), torch.tensor([2])))
     with pytest.raises(IsolossError, match="at least one token"):
         extract(model, Sentences(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
-    with pytest.raises(IsolossError, match="at least one sentence"):
-        extract(model, Sentences(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))
+    none = Sentences(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    for features_of in (lambda: extract(model, none), lambda: lookup_features(PCFG.from_text("S a 1\nS b 1"), none)):
+        with pytest.raises(IsolossError, match="at least one sentence"):
+            features_of()
     with pytest.raises(IsolossError, match="Linear does not run on token ids: "):
         extract(torch.nn.Linear(2, 2).eval(), sentences)
     with pytest.raises(IsolossError, match="only its layer -1 can be read, not 1"):
@@ -238,21 +243,7 @@ def test_the_look_up_table_of_a_causal_model_holds_the_conditionals_of_the_next_
     assert log_lookup_features(language, sentences, causal=True).equal(logarithms.flatten(1))
 
 
-def test_the_look_up_table_needs_sentences() -> None:
-    language = PCFG.from_text("S a 1\nS b 1")
-    with pytest.raises(IsolossError, match="at least one sentence"):
-        lookup_features(language, Sentences(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)))
-
-
 # --- one token, pairs, projections
-
-
-def test_first_and_last_tokens() -> None:
-    model, sentences = bert(), varied()
-    states = extract(model, sentences).unflatten(1, (6, 8))
-    assert torch.equal(extract(model, sentences, pooling="first"), states[:, 0])
-    rows = torch.arange(37)
-    assert torch.equal(extract(model, sentences, pooling="last"), states[rows, sentences.lengths - 1])
 
 
 def test_token_types_are_read() -> None:

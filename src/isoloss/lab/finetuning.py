@@ -73,8 +73,8 @@ def finetune(
         settings: Fields of `FinetuneConfig` that replace those of `config`, e.g. `epochs=3`.
 
     Returns:
-        The accuracy, with `seed_std` and the settings among its details, and the predictions of each seed; `details`
-        has `losses_nats`, the mean training loss of each epoch of each seed.
+        The accuracy, with `seed_std` among its details, and the predictions of each seed; `details` has `losses_nats`,
+        the mean training loss of each epoch of each seed.
 
     Raises:
         IsolossError: A setting out of its range; labels or tokens that do not fit; a model that is not float32; a loss

@@ -389,6 +389,8 @@ def test_a_model_that_does_not_know_the_language_is_refused(checkpoints):
 class Blind(Language):
     """The sentences of a language, and nothing of their probabilities."""
 
+    __hash__ = None  # as a dataclass has it
+
     def __init__(self):
         self._language = LANGUAGE.build()
         self.max_length = self._language.max_length

@@ -65,7 +65,9 @@ class MeasureContext:
 
     def once(self, make: Callable[..., T], *arguments: Hashable, **options: Hashable) -> T:
         """Return `make(*arguments, **options)`, made once for all measures and models of this context."""
-        return self._kept((make, arguments, *options.items()), lambda: make(*arguments, **options))
+        # the language, which one of your own need not make hashable, is the same throughout
+        key = ("language" if each is self.language else each for each in arguments)
+        return self._kept((make, *key, *options.items()), lambda: make(*arguments, **options))
 
     def _kept(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._made:

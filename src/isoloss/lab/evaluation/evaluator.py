@@ -481,17 +481,15 @@ class Evaluations(Tabular, Sequence[Evaluation]):
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each estimate, with its `model`, `step` and `measure`."""
         return [
-            {"model": model, "step": evaluation.step, "measure": evaluation.measure, "estimate": name, **estimate.row()}
-            for model, evaluation in zip(self.models, self.evaluations, strict=True)
-            for name, estimate in evaluation.estimates.items()
+            {"model": model, "step": each.step, "measure": each.measure, "estimate": name, **estimate.row()}
+            for model, each in zip(self.models, self.evaluations, strict=True)
+            for name, estimate in each.estimates.items()
         ]
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return the evaluations as JSON types, each with its `model`."""
-        return [
-            {"model": model, **evaluation.to_dict()}
-            for model, evaluation in zip(self.models, self.evaluations, strict=True)
-        ]
+        pairs = zip(self.models, self.evaluations, strict=True)
+        return [{"model": model, **evaluation.to_dict()} for model, evaluation in pairs]
 
     def __str__(self) -> str:
         header, rows, left = self.table()

@@ -26,18 +26,6 @@ def shuffled(positions: _Long, size: int, *, seed: int) -> _Long:
     Epoch e, the positions e size to (e + 1) size - 1, has each number once. Its permutation is a Feistel network (Luby
     and Rackoff 1988) of 8 rounds on a larger domain of 4^b numbers, keyed by the seed and e; a result of at least
     `size` is put in again until it is below (cycle walking, Black and Rogaway 2002).
-
-    Args:
-        positions: At least 0, in any order.
-        size: Numbers in an epoch, at least 1.
-        seed: Decides the permutations.
-
-    Example:
-        >>> import numpy as np
-        >>> from isoloss.lab.training.permutation import shuffled
-        >>> row = shuffled(np.arange(12), 6, seed=0)
-        >>> sorted(row[:6]) == sorted(row[6:]) == [0, 1, 2, 3, 4, 5]
-        True
     """
     # above 16 numbers the domain, 4^half, is below 4 size, so that a number takes fewer than 4 turns on average
     half = max(_LEAST_BITS, ((size - 1).bit_length() + 1) // 2)

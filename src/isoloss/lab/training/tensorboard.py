@@ -16,11 +16,11 @@ _logger = logging.getLogger(__name__)
 
 
 class TensorBoard:
-    """Event files in the folder `tensorboard` of a run, one scalar a number; they begin with the lines that there are.
+    """Event files in the folder `tensorboard` of a run, one scalar a number.
 
-    metrics.jsonl is the truth. Whenever a process begins to train, the files are written anew from its lines, so that
-    they have no step twice. An exception is noted in log.jsonl and by a warning of Python's logger `isoloss`, and
-    nothing more is written until the run is trained again: nothing that happens here stops a run or changes it.
+    Whenever a process begins to train, they are written anew from metrics.jsonl, so that they have no step twice.
+    Nothing that happens here stops a run or changes it: an exception is noted in log.jsonl and by a warning of Python's
+    logger `isoloss`, and nothing more is written until the run is trained again.
     """
 
     def __init__(self, run: Run) -> None:

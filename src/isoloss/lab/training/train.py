@@ -552,29 +552,12 @@ def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
 
 
 class Stages:
-    """The stages of a run; one without stages has one, the run itself. An index counts from 0, a step from the start.
-
-    Attributes:
-        configs: Each stage as the config of a run of its own.
-        reached: Steps at which a stage ended at its target.
-
-    Example:
-        >>> from isoloss.lab.languages.config import LAPTOP_PCFG
-        >>> from isoloss.lab.training.train import Stages
-        >>> from isoloss.run_config import StageConfig, TrainConfig
-        >>> few = (StageConfig(steps=100, target_kl=0.1), StageConfig(steps=20))
-        >>> stages = Stages(TrainConfig(language=LAPTOP_PCFG, stages=few))
-        >>> stages.num_ended(50), stages.ended(0, 50)
-        (0, None)
-        >>> stages.reached.append(50)
-        >>> stages.num_ended(50), stages.ended(0, 50), stages.begin(1), stages.ends
-        (1, 'target reached', 50, (50, 70))
-    """
+    """The stages of a run; one without stages has one, itself. An index counts from 0, a step from the start."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self.configs = config.stage_configs()
-        self.reached: list[int] = []
+        self.configs = config.stage_configs()  # each stage as the config of a run of its own
+        self.reached: list[int] = []  # steps at which a stage ended at its target
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -118,9 +118,8 @@ def minimal_trace(
     **options: Any,
 ) -> Estimate:
     """Minimum of the trace over the model's exact rescalings, which leave its function as it is."""
-    rescaling: dict[str, Any] = {"rescaling": "minimal", "granularity": rescaling_granularity}
-    given: dict[str, Any] = {"num_probes": num_probes, "seed": seed, "auxiliary_sample": auxiliary_sample}
-    return trace(model, batches, trace_method=trace_method, **given, **rescaling, **options)
+    options |= {"rescaling": "minimal", "granularity": rescaling_granularity, "auxiliary_sample": auxiliary_sample}
+    return trace(model, batches, num_probes=num_probes, trace_method=trace_method, seed=seed, **options)
 
 
 def rescaling_control(
@@ -140,11 +139,10 @@ def rescaling_control(
     other = flatness.rescaled_at_random(model, granularity=rescaling_granularity, seed=seed)
     options |= {"num_probes": num_probes, "trace_method": trace_method, "seed": seed}
     options |= {"auxiliary_sample": auxiliary_sample}
+    minimum = minimal_trace(other, batches, rescaling_granularity=rescaling_granularity, **options)
     return {
         "trace-rescaled-at-random": trace(other, batches, **options),
-        "minimal-trace-rescaled-at-random": minimal_trace(
-            other, batches, rescaling_granularity=rescaling_granularity, **options
-        ),
+        "minimal-trace-rescaled-at-random": minimum,
     }
 
 
@@ -334,11 +332,8 @@ def adaptive_sharpness(
     **options: Any,
 ) -> Estimate:
     """The same rise, the ball measured in units of each weight: invariant to rescaling."""
-    from isoloss import flatness
-
-    batches = _in_batches(batches, sharpness_batch_size)
-    given: dict[str, Any] = {"rho": sharpness_rho, "num_steps": sharpness_steps, "adaptive": True}
-    return flatness.sam_sharpness(model, batches, **given, **options)
+    ball: dict[str, Any] = {"sharpness_rho": sharpness_rho, "sharpness_steps": sharpness_steps, "adaptive": True}
+    return sam_sharpness(model, batches, sharpness_batch_size=sharpness_batch_size, **ball, **options)
 
 
 def noise_sharpness(
