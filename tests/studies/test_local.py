@@ -8,7 +8,6 @@ from pathlib import Path
 
 import longer_study
 import pytest
-import spread_study
 from longer_study import ENVIRONMENT, TRAINING, engine, wait_for
 
 from isoloss import files
@@ -94,7 +93,7 @@ def test_workers_end_with_the_engine(tmp_path, number):
 
 @pytest.mark.slow
 def test_a_unit_of_two_processes_is_stopped_and_goes_on_with_the_same_bytes(tmp_path):
-    file = spread_study.write(tmp_path, steps=200)
+    file = longer_study.write_spread(tmp_path, steps=200)
     words = longer_study.command(file, tmp_path / "stopped")
     driver = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(lambda: driver.poll() is not None or longer_study.num_training(tmp_path / "stopped"))

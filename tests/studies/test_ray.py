@@ -5,6 +5,7 @@ import importlib.util
 import json
 import signal
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -105,3 +106,45 @@ def test_an_address_without_a_cluster_is_refused(tmp_path):
     options = Options(address="127.0.0.1:1")
     with pytest.raises(IsolossError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         executor.run(Loop([unit], tmp_path, options), options)
+
+
+# --- whoever reaches the ports of a cluster that a study starts on this machine
+
+OTHER = (
+    "import ray; ray.init(address=ADDRESS, log_to_driver=False); ray.get(ray.remote(lambda: 1).remote()); print('in')"
+)
+PROBE = f"""
+import json, os, subprocess, sys
+import psutil
+from isoloss.studies.run import ray as executor
+from isoloss.studies.run.loop import Options
+
+ray = executor._connect(Options())
+ours = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_MODE"]).remote())
+me = psutil.Process()
+found = [
+    (process.name(), address.laddr.ip)
+    for process in [me, *me.children(recursive=True)]
+    for address in process.net_connections(kind="inet")
+    if address.status == psutil.CONN_LISTEN
+]
+code = {OTHER!r}.replace("ADDRESS", repr(ray.get_runtime_context().gcs_address))
+token = {{**os.environ, "RAY_AUTH_TOKEN": 64 * "0"}}
+try:
+    other = subprocess.run([sys.executable, "-c", code], env=token, capture_output=True, text=True, timeout=40)
+    other = other.stdout + other.stderr
+except subprocess.TimeoutExpired:
+    other = "timeout"
+ray.shutdown()
+print(json.dumps([ours, found, other]))
+"""
+
+
+def test_its_ports_are_those_of_the_loopback_interface_and_need_a_token():
+    done = subprocess.run([sys.executable, "-c", PROBE], env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    mode, listening, other = json.loads(done.stdout.splitlines()[-1])
+    assert mode == "token"
+    assert len(listening) >= 4
+    assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}
+    assert "AuthenticationError" in other
