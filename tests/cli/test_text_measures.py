@@ -9,10 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from speaking import as_json
+from transformers import AutoModelForMaskedLM
 
+from isoloss import fisher_trace
 from isoloss.cli.main import main
+from isoloss.lab.evaluation.context import language_inputs
 from isoloss.lab.evaluation.evaluator import evaluate
+from isoloss.lab.evaluation.loss import held_out_batch
 from isoloss.runs import Run
 from isoloss.studies.results import difference, measured
 from isoloss.text.tokenizers import load_tokenizer
@@ -30,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Path:
     path, rng = tmp_path_factory.mktemp("text"), random.Random(0)
     tokens = ["[PAD]", "au", "[UNK]", "[CLS]", "[SEP]", *words[1:], "[MASK]", "##u"]
     (path / "vocab.txt").write_text("\n".join(tokens) + "\n")
-    texts = [" ".join(rng.choices(words, k=rng.randint(20, 60))) for _ in range(30)]
+    texts = [" ".join(rng.choices(words, k=rng.randint(20, 60))) for _ in range(80)]
     (path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for task, header in (("sst2", "sentence\tlabel"), ("rte", "sentence1\tsentence2\tlabel")):
         (path / task).mkdir()
@@ -77,6 +82,30 @@ def transferred(capsys, run, task, *options):
     where = ("--task", task.name, "--data", task, "--threads", "1")
     (result,) = as_json(capsys, "transfer", run, *where, *options)["models"].values()
     return result
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [("bert-pre-ln", "RobertaPreLayerNormForMaskedLM"), ("lstm", "LSTMForMaskedLM")],
+    indirect=["run"],
+)
+def test_loss_and_trace_on_text_are_those_of_the_checkpoint_that_anyone_loads(capsys, run, kind):
+    words = ("--steps", "4", "--num-sequences", "32", "--threads", "1")
+    found = as_json(capsys, "measure", run, "--measures", "loss", "trace", *words)["evaluations"]
+    loss, trace = (evaluation["estimates"] for evaluation in found)
+    language, objective = Run(run).config.language.build(), Run(run).config.objective
+    model = AutoModelForMaskedLM.from_pretrained(Run(run).checkpoint(4))
+    assert type(model).__name__ == kind
+    batch = held_out_batch(language, num_sequences=32, objective=objective, seed=0)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        logits = model.eval()(**inputs).logits
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"])
+    assert loss["loss"]["value"] == pytest.approx(float(expected), rel=1e-5)
+    assert 3 < loss["loss"]["value"] < 5  # log 60 is 4.09
+    traced = language_inputs(language, objective, num_sequences=32, seed=0).batches
+    assert trace["trace"]["value"] == pytest.approx(fisher_trace(model, traced).value, rel=1e-4)
+    assert trace["trace"]["details"]["parameters_by_autograd"] == []
 
 
 @pytest.mark.parametrize("run", ["bert", "opt", "lstm"], indirect=True)
@@ -213,8 +242,6 @@ def test_few_shot_and_projected_probes_and_those_of_the_tokens(capsys, folder, r
         for i, (ids, length) in enumerate(zip(sentences.tokens.tolist(), sentences.lengths.tolist(), strict=True)):
             for t in range(length):
                 rows[split][i, t, ids[t]] = 1
-    import torch
-
     x, y = (torch.from_numpy(rows[split]).flatten(1) for split in ("train", "test"))
     expected = fit_linear_probe(x, data.train_labels, y, data.test_labels, classes=data.classes, solver="convex")
     assert tokens["value"] == expected.accuracy.value

@@ -11,7 +11,7 @@ import scipy.optimize
 import torch
 from rescaling_models import FAMILIES, VOCABULARY
 from torch.func import functional_call
-from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM, LlamaForCausalLM
 
 from isoloss.cli.main import main
 from isoloss.comparison.traces import compare_traces
@@ -257,6 +257,10 @@ def test_frozen_parameters_that_take_up_factors_are_told():
 
 
 def test_a_model_that_its_rules_do_not_describe_is_refused():
+    config = DistilBertConfig(vocab_size=VOCABULARY, dim=8, n_layers=1, n_heads=1, hidden_dim=8, dropout=0.0)
+    unknown = DistilBertForMaskedLM(config).eval()
+    with pytest.raises(IsolossError, match="no rescalings are known for models of type distilbert"):
+        fisher_trace(unknown, batches_of(unknown), rescaling="minimal")
     model = made("bert")
     old = model.bert.encoder.layer[0].output.forward
     model.bert.encoder.layer[0].output.forward = lambda *args, **kwargs: old(*args, **kwargs) + 0.5

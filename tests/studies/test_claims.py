@@ -81,6 +81,11 @@ def test_claims_that_do_not_fit_each_other_are_refused():
         check_claims([trace, claim(id="other", measures="minimal-trace", of=gates)], None)
 
 
+def test_the_gates_are_in_their_order_whatever_the_order_in_the_study():
+    roles = "primary", "secondary", "positive control", "manipulation check", "primary"
+    assert [each.id for each in gates([claim(id=str(i), role=role) for i, role in enumerate(roles)])] == [*"3204"]
+
+
 FUNCTIONS = '''
 import functools
 

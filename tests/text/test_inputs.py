@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     GPT2Config,
+    LlamaConfig,
     RobertaConfig,
     RobertaForMaskedLM,
 )
@@ -344,6 +346,18 @@ def test_inputs_of_a_corpus_are_held_out(text, vocab, monkeypatch, tmp_path):
 
 
 # --- the real thing
+
+
+def test_a_trained_llama_predicts_what_it_writes(shared_data, tmp_path):
+    folder = shared_data / "stories260K" / "hf"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        drawn = model.generate(torch.full((4, 1), 1), max_new_tokens=63, do_sample=False)
+        np.save(tmp_path / "story.npy", drawn.numpy())
+        inputs = read(tmp_path / "story.npy", config=model.config, kind="causal", checkpoint=str(folder))
+        assert 0 < float(model(**inputs.batches[0]).loss) < 1.5  # a uniform guess has 6.2
+    with pytest.raises(IsolossError, match="hf holds no tokenizer that transformers can load; give --tokenizer FOLDER"):
+        read(shared_data / "wikitext-2", config=LlamaConfig(), kind="causal", checkpoint=str(folder))
 
 
 # --- documents and batches

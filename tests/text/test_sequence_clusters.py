@@ -189,3 +189,27 @@ def test_every_number_over_packed_text_has_the_larger_error():
         assert here.stderr >= there.stderr
     assert found.difference("trace", "a", "b").samples == trace.samples
     assert "consecutive sequences, given these texts" in repr(trace)
+
+
+def test_intervals_over_packed_documents_hold_the_mean_of_many():
+    """The tokens of a document are few, so that the losses of its rows are alike."""
+    model, number = bert(), 60
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 8 if parameter.ndim > 1 else 1
+    found = {name: [] for name in ("documents", "neighbors", "sequences")}
+    for seed in range(number):
+        ids, of_row = packed(texts(25, (20, 100), seed))
+        for name, documents in zip(found, (of_row, None, torch.arange(len(ids))), strict=True):
+            batch = {"input_ids": ids, "labels": ids} | ({} if documents is None else {"documents": documents})
+            found[name].append(text_loss(model, [batch], objective=ObjectiveConfig(), seed=0)["loss"])
+    assert len({found["neighbors"][0].samples, found["documents"][0].samples}) == 2
+    values = [one.value for one in found["documents"]]
+    mean = np.average(values, weights=[one.num_predictions for one in found["documents"]])
+    held = {name: sum(one.ci95[0] < mean < one.ci95[1] for one in several) for name, several in found.items()}
+    squares = {name: np.mean([one.stderr**2 for one in several]) / np.var(values) for name, several in found.items()}
+    deviation = math.sqrt(0.95 * 0.05 / number)
+    for name in ("documents", "neighbors"):
+        assert held[name] / number > 0.95 - 3 * deviation
+        assert abs(squares[name] - 1) < 4 * math.sqrt(2 / number)
+    assert squares["sequences"] < 0.6 * squares["documents"]

@@ -16,6 +16,33 @@ from isoloss.transfer.compare import accuracy_difference, bootstrap95, compare_a
 from isoloss.transfer.results import score
 
 
+@pytest.mark.parametrize(
+    ("num_seeds", "examples", "by_seed", "rest"),
+    [(1, 1.0, 0.0, 0.3), (5, 1.0, 0.2, 0.3), (5, 0.3, 1.0, 0.3), (5, 0.0, 0.0, 1.0)],
+)
+def test_the_interval_holds_the_truth_as_often_as_it_says(
+    num_seeds: int, examples: float, by_seed: float, rest: float
+) -> None:
+    """Of models that err equally often, 95 % of the intervals hold 0: whether examples, probe seeds or both decide."""
+    g, draws, hits, values, squares = seeds.generator(7, "coverage"), 500, 0, [], 0.0
+
+    def correct() -> torch.Tensor:
+        own = rest * torch.randn(num_seeds, 100, generator=g)
+        return examples * torch.randn(100, generator=g) + by_seed * torch.randn(num_seeds, 1, generator=g) + own > 0
+
+    for _ in range(draws):
+        found = accuracy_difference(correct(), correct())
+        hits += found.ci95[0] <= 0 <= found.ci95[1]
+        values.append(found.value)
+        squares += found.stderr**2 / draws
+    # four standard errors of a share of 95 %, and two points for the skewness of few seeds
+    error = math.sqrt(0.95 * 0.05 / draws)
+    assert 0.93 - 4 * error < hits / draws
+    if examples:  # noise of cells alone is in two of the mean squares: the error is the larger one's
+        assert hits / draws < 0.95 + 4 * error
+    assert 1 - 4 * math.sqrt(2 / draws) < squares / np.var(values, ddof=1) < 1.2 + 4 * math.sqrt(2 / draws)
+
+
 def test_pairing_sees_through_shared_difficulty() -> None:
     g = seeds.generator(6, "pairs")
     easy = torch.rand(2000, generator=g) < 0.7

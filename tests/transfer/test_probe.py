@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,33 @@ def test_the_scale_and_shift_of_the_features_do_not_matter_unless_asked() -> Non
     assert float((plain.predictions == small.predictions).double().mean()) > 0.998  # but for rounding
     raw = run(2.0**-10, 0.0, standardize=False).accuracy
     assert raw.value < plain.accuracy.value - 0.1
+
+
+def test_separable_classes_are_learned_perfectly_and_random_labels_not_at_all() -> None:
+    train_x, train_y, test_x, test_y = split(300, 500, spread=0.1)
+    result = fit_linear_probe(train_x, train_y, test_x, test_y, classes=4)
+    assert result.accuracy.value == result.accuracy.details["train_accuracy"] == 1.0
+    assert torch.equal(result.predictions, test_y.expand(5, -1))
+    g = seeds.generator(3, "noise")
+    x, y = torch.randn(3000, 8, generator=g), torch.randint(5, (3000,), generator=g)
+    accuracy = fit_linear_probe(x[:1000], y[:1000], x[1000:], y[1000:], classes=5, epochs=30).accuracy
+    assert abs(accuracy.value - 0.2) < 4 * accuracy.stderr < 0.08
+
+
+def test_the_numbers_that_come_with_the_accuracy() -> None:
+    train_x, train_y, test_x, test_y = split(200, 300, spread=6.0)
+    result = fit_linear_probe(train_x, train_y, test_x, test_y, classes=4, seeds=4, epochs=5)
+    accuracy, details = result.accuracy, result.accuracy.details
+    assert torch.equal(result.correct, result.predictions == test_y)
+    per_seed = [sum(row) / 300 for row in result.correct.tolist()]
+    assert details["accuracies"] == pytest.approx(per_seed, abs=1e-15)
+    mean, variance = statistics.mean(per_seed), statistics.variance(per_seed)
+    assert (accuracy.value, details["seed_std"]) == pytest.approx((mean, math.sqrt(variance)))
+    assert variance > 0
+    assert accuracy.stderr == pytest.approx(math.sqrt(mean * (1 - mean) / 300 + variance / 4))
+    assert details["majority_rate"] == max(test_y.tolist().count(c) for c in range(4)) / 300
+    assert (details["num_train"], details["num_test"], accuracy.num_predictions) == (200, 300, 300)
+    assert (accuracy.unit, accuracy.samples) == ("accuracy", 300)
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not() -> None:

@@ -212,6 +212,17 @@ def test_errors_and_subsets_are_those_of_the_values():
     }
 
 
+def test_intervals_cover_the_expectation():
+    model, covered, values = bert(), 0, set()
+    expected = sum(population(model))
+    for seed in range(60):
+        found = loss.pretraining_loss(model, make_targets(50, seed=seed))["loss"]
+        covered += found.ci95[0] < expected < found.ci95[1]
+        values.add(found.value)
+    assert covered >= 52  # of 57, with a binomial standard deviation of 1.7
+    assert len(values) == 60
+
+
 def test_a_model_that_knows_the_truth_has_no_kl():
     class Oracle(nn.Module):
         def __init__(self):
@@ -255,6 +266,18 @@ def test_truth_and_values_do_not_depend_on_the_parts(batch_size, monkeypatch):
     torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-14)
     assert done == sorted(done)
     assert done[-1] == 600
+
+
+@pytest.mark.parametrize(("part_bytes", "held"), [(100 * 24, 96), (10, 32), (1000 * 24, 992)])
+def test_whole_batches_of_bounded_size_are_held(part_bytes, held, monkeypatch):
+    monkeypatch.setattr(loss, "_PART_BYTES", part_bytes)
+    assert make_targets().held_at_once(32) == held  # 24 bytes a sentence
+
+
+def test_float32_models_agree_to_their_precision():
+    targets = make_targets()
+    wide, narrow = loss.kl_values(bert(), targets), loss.kl_values(bert(dtype=torch.float32), targets)
+    torch.testing.assert_close(wide, narrow, rtol=1e-4, atol=1e-5)
 
 
 # --- several masked tokens -------------------------------------------------------------------------------------------
@@ -371,6 +394,19 @@ def test_documents_count_as_independent_where_the_batches_have_them():
     left = counts.sum() - counts.view(20, 3).sum(dim=1)
     expected = 19 * residuals.view(20, 3).sum(dim=1) / left
     assert by_document.influence == pytest.approx(expected.numpy(), rel=1e-9)
+
+
+def test_held_out_loss_of_an_exact_language_is_its_exact_loss_within_the_error_and_differences_are_sharper():
+    first, second = bert(), bert()
+    with torch.no_grad():
+        second.cls.predictions.bias[1] += 0.1
+    one, other = (
+        held_out_loss(model, Chain(), num_sequences=500, objective=ONE, seed=0)["loss"] for model in (first, second)
+    )
+    assert abs(one.value - sum(population(first))) < 4 * one.stderr
+    found = paired_difference(one, other)
+    assert abs(found.value - sum(population(first)) + sum(population(second))) < 4 * found.stderr
+    assert found.stderr < math.hypot(one.stderr, other.stderr) / 5
 
 
 def test_held_out_loss_takes_what_there_is():

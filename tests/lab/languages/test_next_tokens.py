@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from small_languages import CHAINS
+from small_languages import ARITHMETIC, CHAINS
 
 from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
@@ -23,6 +23,15 @@ def test_sentences_without_an_end_that_follows_are_refused():
     grammar = WithSpecialTokens(PCFG.from_text("S A B 1\nA a 1\nB b 1"))
     with pytest.raises(IsolossError, match="sentence 0 has probability 0"):
         grammar.log_next(torch.tensor([[2, 1, 3]]), torch.tensor([3]))
+
+
+@pytest.mark.parametrize(("text", "length"), [(CHAINS, 9), (CHAINS, 25), (ARITHMETIC, 25)])
+def test_their_product_is_the_probability_of_a_long_sentence(text, length):
+    language = PCFG.from_text(text, max_length=25)
+    tokens, lengths, _ = language.sample(100, length=length, generator=torch.Generator().manual_seed(length))
+    steps = language.log_next(tokens, lengths, given_length=True).gather(2, tokens[:, :, None])[..., 0].sum(dim=1)
+    expected = language.log_prob(tokens, lengths) - language.length_probs[length].log()
+    torch.testing.assert_close(steps, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_prefixes_beyond_float64_are_scaled():

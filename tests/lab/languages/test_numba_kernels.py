@@ -71,15 +71,15 @@ def test_the_two_back_ends_agree_on_spans(seed, recursive, length, n):
 
 
 def test_every_plan_shape_of_sparse_lengths():
-    """Starts in steps of two and more: sentences of odd length only, and of 1 + 3k tokens."""
-    for text in (
+    """Starts in steps of two and more: sentences of odd length only, of 1 + 3k tokens, and of a tree's levels."""
+    texts = (
         "S S T 0.6\nS a 1\nS b 1\nT S S 0.5\nT b b 1\nT a b 1",
         "S A T 1\nT A U 1\nU A S 1\nS a 1\nA a 1\nA b 2",
-    ):
-        grammar = parse_grammar(text)
+    )
+    for grammar in (*map(parse_grammar, texts), random_grammar(LEVELLED)):
         numba, torch_ = both(grammar, 13)
         for length in range(1, 14):
-            tokens = sentences(numba, 2, length, 140, length)
+            tokens = sentences(numba, len(grammar.vocabulary), length, 140, length)
             (found, log_z), (scores, truth) = numba.leaf_outside(tokens), torch_.leaf_outside(tokens)
             possible = ~truth.isneginf()
             assert torch.allclose(log_z, truth, rtol=1e-12, atol=1e-12)

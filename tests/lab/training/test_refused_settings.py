@@ -44,6 +44,7 @@ COMPILED, FSDP = {"compiled": True}, {"parallel": "fsdp"}
         # objectives
         ({"objective": ObjectiveConfig(labels="soft")}, "objective.labels is 'soft'; it must be one of sampled, exact"),
         ({"objective": ObjectiveConfig(labels="exact", corruption="bert")}, "choose the corruption 'mask'"),
+        ({"objective": ObjectiveConfig(labels="exact")}, "PairLanguage has no exact conditionals"),
         ({"objective": ObjectiveConfig(fraction=0.4)}, "fraction is 0.4, but masking is 'one'"),
         ({"objective": CAUSAL["objective"]}, "objective is 'causal', and the architecture bert learns 'masked'"),
         ({"model": CAUSAL["model"]}, "objective is 'masked', and the architecture opt learns 'causal'"),

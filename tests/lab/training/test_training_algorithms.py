@@ -62,6 +62,12 @@ def test_an_objective_that_is_not_finite_stops_the_run(tmp_path):
     assert Run(tmp_path).steps() == [0]
 
 
+def test_the_adversary_needs_examples(tmp_path):
+    with pytest.raises(IsolossError, match=r"needs 40 examples of the task root: isoloss\.pretrain draws them"):
+        train(Run(tmp_path / "run"), small(algorithm=ADVERSARIAL), PairLanguage())
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 def test_an_unknown_algorithm_or_field_is_refused():
     document = configs.to_dict(TrainConfig(language=PCFGConfig()))
     with pytest.raises(

@@ -144,11 +144,14 @@ class HMM(ExactLanguage):
         and errors as for `Language.sample`.
         """
         seed = self._seed(n, generator)
-        drawn = self.sentences_at(torch.arange(n), seed=seed)
+        drawn = self._drawn(torch.arange(n), seed)
         return drawn if latent else drawn._replace(latent=None)
 
     def sentences_at(self, numbers: torch.Tensor, *, seed: int) -> Sentences:
-        """Return the sentences with these numbers, with their states; see `Language.sentences_at`."""
+        """Return the sentences with these numbers; see `Language.sentences_at`."""
+        return self._drawn(numbers, seed)._replace(latent=None)
+
+    def _drawn(self, numbers: torch.Tensor, seed: int) -> Sentences:
         from isoloss.lab.languages import alias_sampling
 
         if not self._alias:
