@@ -110,7 +110,7 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
     """Return the document that `write_sealed` wrote; one without a digest, from an earlier version, is not checked.
 
     Raises:
-        IsolossError: The file is missing, unreadable or damaged; then it says the `remedy`.
+        IsolossError: The file is missing, unreadable or damaged; the message about damage ends with `remedy`.
     """
     document = read_json(path)
     if not isinstance(document, dict) or document.pop(_DIGEST, None) not in (None, _digest(document)):
@@ -181,7 +181,7 @@ def _most_like_file(name: str, beside: list[str]) -> str | None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder in which nothing could be written; of one that does not exist, the nearest one above counts."""
+    """Refuse a folder in which nothing could be written; if it does not exist, the nearest folder above it counts."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(prefix=TEMPORARY, dir=nearest):
@@ -190,7 +190,8 @@ def check_writable(folder: Path) -> None:
         raise IsolossError(f"cannot write in {folder}: {error.strerror or error}") from error
 
 
-REPORT_SUFFIXES = {".html", ".csv", ".parquet", ".png", ".svg", ".pdf"}  # that no file of a model or tokenizer has
+# endings that no file of a model or tokenizer has
+REPORT_SUFFIXES = {".html", ".csv", ".parquet", ".png", ".svg", ".pdf"}
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Path] = ()) -> None:
@@ -277,7 +278,7 @@ def check_new(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_output(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `folder` at the end, which must be new or empty."""
+    """Yield a temporary folder that is renamed to `folder` at the end; `folder` must be new or empty."""
     check_new(folder)
     try:
         with new_directory(folder) as temporary:

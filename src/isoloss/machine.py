@@ -18,7 +18,7 @@ _MOST_THREADS = 1024  # on a machine with fewer cores; OpenMP ends the process w
 
 
 def check_device(name: str) -> None:
-    """Refuse what is not the name of a device; whether there is such a device here, torch knows."""
+    """Refuse what is not the name of a device; whether this machine has the device is not checked."""
     kind, _, index = name.partition(":")
     if name not in ("auto", "cpu", "cuda", "mps") and not (kind == "cuda" and index.isdecimal()):
         raise IsolossError(f"the device is {name!r}; it must be auto, cpu, cuda, cuda:N or mps")
@@ -78,7 +78,10 @@ def trim_malloc() -> None:
 
 
 def check_fits(needed: float, what: str) -> None:
-    """Refuse what needs at least so many bytes, if this machine has less; `what` says what to lower."""
+    """Refuse what needs more memory than this machine has.
+
+    `needed` is in bytes; `what` says in words what needs them and what to lower.
+    """
     there_is = physical_memory()
     if needed > there_is:
         raise IsolossError(

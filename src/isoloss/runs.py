@@ -161,7 +161,7 @@ class Run:
 
     @property
     def absolute_config(self) -> TrainConfig:
-        """The config, with the path of a teacher made absolute; an error if its weights are not those at the start."""
+        """The config, with the path of a teacher made absolute; an error if the teacher's weights have changed."""
         self._check_teacher()
         return dataclasses.replace(self.config, language=self.config.language.within(self.path))
 
@@ -243,7 +243,7 @@ class Run:
         return files.read_sealed(self.path / "result.json", remedy)
 
     def stages(self) -> list[dict[str, Any]]:
-        """Return of each stage that has ended its number, last step, reason and validation, if it had a target."""
+        """Return each ended stage: its number, its last step, why it ended and, with a target, the loss."""
         return [
             {
                 "stage": line["stage"],
@@ -256,7 +256,7 @@ class Run:
         ]
 
     def missed_targets(self, config: TrainConfig | None = None) -> list[str]:
-        """Return a sentence for each stage that ended without its target; `config`: the run's, if it is known."""
+        """Return a sentence for each stage that missed its target; `config`: the run's, if it is known."""
         stages, missed = (config or self.config).stages, []
         for stage in self.stages() if stages else ():
             target = stages[stage["stage"] - 1].target

@@ -1,4 +1,4 @@
-"""Bad input gets one sentence, exit status 2, and leaves nothing behind: command lines and what each is told."""
+"""Bad input gets one sentence, exit status 2, and leaves nothing behind: command lines and what message each gets."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ EARLY = {
         "--measures trce": "no measure 'trce'; did you mean trace?",
         "--measures": "no measure is named",
         "--rtol 2": "rtol is 2.0; it must be above 0 and below 1",
-        "--rtol 0.1 --measures loss": "--rtol is for measures of flatness, and loss is none",
+        "--rtol 0.1 --measures loss": "--rtol has no effect on loss, which is not a measure of flatness",
         "--seconds 0": "seconds is 0.0; it must be above 0",
         "--num-probes 0": "num_probes is 0; it must be at least 1",
         "--batch-size 0": "batch_size is 0; it must be at least 1",
@@ -230,7 +230,7 @@ LATE = {
         "bert --data text.txt": ".npy",
         "bert --data absent/model": "there is no data absent/model",
         "classifier --data ids.npy": "language-modeling head",
-        "a masked --data ids.npy": "masked ones",
+        "a masked --data ids.npy": "predicts masked tokens",
         "a more --data ids.npy": "a has a vocabulary of 317 tokens",
         "a other-tokens --data ids.npy": "different tokenizers",
         "a a --data ids.npy": "a is named twice",
@@ -270,7 +270,7 @@ LATE = {
         "mine.py": "it must be FILE.py:NAME, a file and a function in it",
         "absent.py:build": "absent.py does not exist",
         "mine.py:nothing": "mine.py has no function nothing",
-        "mine.py:number": "mine.py:number returns a int; it must return an nn.Module",
+        "mine.py:number": "mine.py:number returns an object of type int; it must return an nn.Module",
         "mine.py:broken": "mine.py:broken fails: ValueError: no config",
         "mine.py:Both": "is a Both: it sees the tokens that it would predict",
         "mine.py:Loss": "Loss gives no logits of shape",
@@ -282,13 +282,13 @@ LATE = {
     "compare": {
         "a other-tokens": "a and other-tokens have different tokenizers (",
         "a more": "a has a vocabulary of 317 tokens and more of 320, so a token is not the same",
-        "a masked": "a predicts next tokens and masked masked ones, so they have no inputs in common",
+        "a masked": "a predicts next tokens and masked predicts masked tokens, so they have no inputs in common",
         "a adapter": "adapter is an adapter of ",
     },
     "compare a b": {
         "--data empty.txt": "there is no text in empty.txt",
         "--data short.txt --length 12": "the text in short.txt is shorter than one sequence",
-        "--measures loss": "loss is no measure of flatness, and isoloss measure takes it",
+        "--measures loss": "loss is not a measure of flatness: choose",
         "--figure x.gif": "its name must end in .png, .svg, .pdf",
         "--figure text.txt/below/a.svg": "/text.txt/below: Not a directory",
         "--task =mine.csv": "there is no task '=mine.csv': give the name of a task, or",
@@ -309,18 +309,18 @@ LATE = {
         "--task root --text body": "leave out --text",
         "--task root --language hmm-laptop": "no task 'root'",
         "--task root --output text.txt/below": "cannot write in text.txt/below: Not a directory",
-        "--task sst2 --data texts": "has no tokenizer that suits",
+        "--task sst2 --data texts": "has no usable tokenizer",
         "--task sst2 --method lookup": "it has no look-up table",
         "--task sst2 --language pcfg-laptop": "leave out --language",
         "--task stsb": "(it is a regression)",
     },
     "transfer": {
-        "reading --task root": "nobody knows of text; for a task of text give isoloss transfer --task sst2 --data FOLD",
+        "reading --task root": "is unknown for text; for a task of text give isoloss transfer --task sst2 --data FOLD",
         "run run --task root": "run is named twice",
         "run hmm --task root": "models of different languages",
         "reader --task root": "its language is not known: add --language",
-        "reader --task root --language pcfg-laptop": "reader knows 66 ids, and a model of the language of task root "
-        "knows 34: it is a model of another language",
+        "reader --task root --language pcfg-laptop": "reader has 66 token ids, but a model of the language of task "
+        "root has 34: reader is a model of another language",
         "run --task spam --data mails.csv --text body --label kind --tokenizer reader": "knows 34 ids: the tokenizer "
         "belongs to another model",
         "reader --task spam --data mails.csv": "name the column of the text with --text",
@@ -480,7 +480,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def commands(table):
-    return {f"{start} {rest}".strip(): told for start, rows in table.items() for rest, told in rows.items()}
+    return {f"{start} {rest}".strip(): message for start, rows in table.items() for rest, message in rows.items()}
 
 
 def contents(folder):
@@ -499,7 +499,7 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch)
 from isoloss.cli.main import main
-told = []
+message = []
 for words in json.load(sys.stdin):
     start = time.process_time()
     with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()) as stdout:
@@ -508,13 +508,13 @@ for words in json.load(sys.stdin):
         except ImportError:
             status = "imported torch"
     assert "torch" not in sys.modules
-    told.append([status, stderr.getvalue(), stdout.getvalue(), time.process_time() - start])
-print(json.dumps(told))
+    message.append([status, stderr.getvalue(), stdout.getvalue(), time.process_time() - start])
+print(json.dumps(message))
 """
 
 
 @pytest.fixture(scope="module")
-def told_early(place):
+def early_messages(place):
     asked = json.dumps([shlex.split(command) for command in commands(EARLY)])
     # nobody answers there
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(place / "hub")}
@@ -526,8 +526,8 @@ def told_early(place):
 
 
 @pytest.mark.parametrize("command", commands(EARLY))
-def test_a_mistake_is_refused_before_torch_is_imported(told_early, command):
-    status, message, output, seconds = told_early[command]
+def test_a_mistake_is_refused_before_torch_is_imported(early_messages, command):
+    status, message, output, seconds = early_messages[command]
     assert status == 2, message
     assert commands(EARLY)[command] in message
     assert message.count("\n") == 1
@@ -545,15 +545,15 @@ def test_bad_input_gets_one_sentence_and_leaves_nothing(place, capsys, command):
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "message"),
     [
         ("measur checkpoint", "no subcommand 'measur'; did you mean measure? the subcommands are ls, sample,"),
         ("eval runs/first", "eval is now isoloss measure, with the same options"),
         ("flatness a", "flatness is now isoloss measure for one model, isoloss compare for several, with the same"),
     ],
 )
-def test_a_subcommand_that_is_none_is_told_the_one_that_is_meant(capsys, command, told):
+def test_unknown_and_renamed_subcommands_name_the_right_one(capsys, command, message):
     assert main(command.split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"isoloss: {told}")
+    assert err.startswith(f"isoloss: {message}")

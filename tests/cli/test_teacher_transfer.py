@@ -170,4 +170,4 @@ def test_a_teacher_without_a_tokenizer_has_no_text(capsys, glue, tmp_path):
     train(tmp_path / "run", tmp_path / "language.toml")
     capsys.readouterr()
     words = ("--task", "sst2", "--data", glue["sst2"])
-    assert "has no tokenizer that suits" in refusal(capsys, "transfer", tmp_path / "run", *words, alone=True)
+    assert "has no usable tokenizer" in refusal(capsys, "transfer", tmp_path / "run", *words, alone=True)

@@ -332,7 +332,7 @@ def test_an_interruption_keeps_what_is_done():
 
 
 def test_models_that_do_not_compare_are_refused():
-    with pytest.raises(IsolossError, match="b predicts next tokens and a masked ones"):
+    with pytest.raises(IsolossError, match="b predicts next tokens and a predicts masked tokens"):
         compare({"a": bert(), "b": small_models.gpt2(VOCAB)}, inputs(8))
     with pytest.raises(IsolossError, match="a has a vocabulary of 5 tokens and b of 6"):
         compare({"a": bert(), "b": bert(vocab=6)}, inputs(8))

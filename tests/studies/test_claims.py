@@ -125,7 +125,7 @@ def test_the_source_of_a_claim_is_the_code_and_what_it_was_made_with(tmp_path):
         assert functions(tmp_path, FUNCTIONS.replace(old, new)) == sources
     for old, new in (("at(name)  #", "at(name, 3)  #"), ('"b"', '"B"'), ('"c"', '"C"'), ('"d"', '"D"')):
         assert functions(tmp_path, FUNCTIONS.replace(old, new)) != sources
-    with pytest.raises(IsolossError, match="of a claim is a builtin_function_or_method; it must be a function"):
+    with pytest.raises(IsolossError, match="of a claim is of type builtin_function_or_method; it must be a function"):
         source_of(print)
     assert source_of(functools.partial(claim, id="a")) != source_of(claim)
 

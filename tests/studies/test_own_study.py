@@ -293,7 +293,7 @@ def test_a_plan_names_a_wrong_claim_or_measure_and_not_only_that_the_plan_has_ch
     ("old", "new", "message"),
     [
         ("of=dropout", "of={}", "claim flatter: of is a dict; it must be a function"),
-        ("claims=[CLAIM]", "answer='flatter'", "answer of the study dropout is a str; it must be a function"),
+        ("claims=[CLAIM]", "answer='flatter'", "answer of the study dropout is of type str; it must be a function"),
         ("claims=[CLAIM]", "claims='claims.toml'", "claims of the study dropout is a file, claims.toml: state them in"),
         ("[CLAIM]", "[CLAIM], verdicts_at=['lapdog']", "verdicts_at of the study dropout has 'lapdog'; its scales"),
         ("[CLAIM]", "[CLAIM], loss_margin=0", "loss_margin of the study dropout is 0"),

@@ -224,8 +224,8 @@ def load_model(
 def header_of(checkpoint: str | Path, *, trust_remote_code: bool = False, module: str | None = None) -> Hashable | None:
     """Return a key that two checkpoints share if `load_model` makes the same model of both, up to values of weights.
 
-    It is made of the config, and of the names, types and shapes of the weights. No weight is read. None: an adapter, or
-    a checkpoint with its own code, whose files do not decide the model.
+    It is made of the config, and of the names, types and shapes of the weights. No weight is read. The key
+    is None for an adapter and for a checkpoint with its own code: their files do not decide the model.
     """
     if module is not None:
         path = Path(checkpoint).expanduser()
@@ -318,7 +318,7 @@ def _load_module(
     except Exception as error:  # whatever the user's code does
         raise IsolossError(f"{module} fails: {type(error).__name__}: {reason(error)}") from error
     if not isinstance(model, nn.Module):
-        raise IsolossError(f"{module} returns a {type(model).__name__}; it must return an nn.Module")
+        raise IsolossError(f"{module} returns an object of type {type(model).__name__}; it must return an nn.Module")
     # parameters alone: a buffer may be complex, or of a type that the forward pass asks for
     for parameter in filter(torch.is_floating_point, model.parameters()):
         parameter.data = parameter.data.to(dtype or torch.float32)

@@ -169,7 +169,9 @@ def check_weights_file(path: Path) -> None:
 
 
 def hub_answers(name: str, *, what: str = "checkpoint", revision: str | None = None) -> bool:
-    """Whether the Hugging Face hub can be reached; it is asked once, as transformers and datasets would go on asking.
+    """Return whether the Hugging Face hub can be reached.
+
+    It is asked once; transformers and datasets would go on asking.
 
     Raises:
         IsolossError: It can, and has no repository of this name, or not this revision. `what` says what is wanted:

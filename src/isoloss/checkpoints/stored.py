@@ -32,7 +32,7 @@ class StoredWeight(NamedTuple):
 
 
 def checkpoint_file(where: str, file: str, revision: str = "main") -> Path | None:
-    """Return the path of a file in a folder or, downloaded if need be, of a model on the hub; None: it has none."""
+    """Return the path of a file in a folder or, downloaded if need be, of a model on the hub; None: no such file."""
     found = cached_file(where, file, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 

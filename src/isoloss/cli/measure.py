@@ -194,7 +194,9 @@ def _measures(args: Any, settings: Mapping[str, Any]) -> tuple[str, ...] | None:
     for name in measures if measures and limits else ():
         measure = make_measure(name, settings)
         if not (isinstance(measure, FunctionMeasure) and measure.is_of_flatness):
-            raise IsolossError(f"--{limits[0]} is for measures of flatness, and {name} is none: leave it out")
+            raise IsolossError(
+                f"--{limits[0]} has no effect on {name}, which is not a measure of flatness: leave it out"
+            )
     return None if measures is None else tuple(measures)
 
 

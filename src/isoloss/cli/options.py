@@ -195,7 +195,7 @@ def _unknown(option: str, parser: Parser, parent: str, others: Mapping[str, Any]
 def add_options(parser: Any, cls: Any, *, shown: Collection[str] | None = None, describes: bool = False) -> None:
     """Add the options of a dataclass, and of the groups in it, to a parser.
 
-    Docstrings are read if there is a help, which the parser `describes`; then only fields that are `shown` are in it.
+    With `describes`, there is a help: docstrings are read, and the help has the fields in `shown` (None: all).
     """
     for field, hint in _hinted(cls):
         kind = _bare(hint)

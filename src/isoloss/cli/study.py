@@ -587,7 +587,8 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int)
     )
     if unknown := sum(status.disk is None for status in states):
         common.say_wrapped(
-            f"Memory and disk space of {unknown} units are not known before a unit of each kind is done."
+            f"Memory and disk space are not known yet for {unknown} unit{'s' * (unknown > 1)}: they follow once a unit "
+            "of each kind is done."
         )
     if disk:
         to_come = sum(status.disk or 0 for status in states if status.state != "done")

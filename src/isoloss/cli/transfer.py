@@ -289,8 +289,8 @@ class Tasks:
         known, needed = int(loaded.model.config.get_text_config().vocab_size), self.language.model_vocab_size
         if known != needed:
             raise IsolossError(
-                f"{subject.name} knows {known:,} ids, and a model of the language of task {self.args.task} knows "
-                f"{needed:,}: it is a model of another language"
+                f"{subject.name} has {known:,} token ids, but a model of the language of task {self.args.task} has "
+                f"{needed:,}: {subject.name} is a model of another language"
             )
         return read_from_start(self._synthetic, self.language) if loaded.kind == "causal" else self._synthetic
 
@@ -344,7 +344,7 @@ class Tasks:
             # a run's checkpoint that was written without its tokenizer
             of_language: PreTrainedTokenizerFast | None = None if config is None else config.build().tokenizer
             if of_language is None:
-                raise IsolossError(f"{subject.name} has no tokenizer that suits ({error}): give --tokenizer") from error
+                raise IsolossError(f"{subject.name} has no usable tokenizer ({error}): give --tokenizer") from error
             return of_language
 
 

@@ -119,10 +119,24 @@ class ModelComparison(TraceComparison):
         """The models' names as they are printed, without the folders that all have in common."""
         return short_names(list(self.models))
 
-    def verdict(self, **options: Any) -> Verdict:
-        """Return which model is the flattest, by the result's margin and ratio unless `options` have others."""
-        about = {"names": self.short, "with_tasks": bool(self.tasks)}
-        return verdict(self, **{"loss_margin": self.loss_margin, "min_ratio": self.min_ratio, **about, **options})
+    def verdict(
+        self, *, loss_margin: float | None = None, min_ratio: float | None = None, more: str = "more inputs"
+    ) -> Verdict:
+        """Return which model is the flattest, or why that cannot be said.
+
+        Args:
+            loss_margin: Nats per predicted token within which two losses count as the same; None: the comparison's.
+            min_ratio: The smallest ratio of two traces that counts as a difference; None: the comparison's.
+            more: What would make the errors smaller.
+        """
+        return verdict(
+            self,
+            loss_margin=self.loss_margin if loss_margin is None else loss_margin,
+            min_ratio=self.min_ratio if min_ratio is None else min_ratio,
+            more=more,
+            names=self.short,
+            with_tasks=bool(self.tasks),
+        )
 
     def answers(self) -> list[Answer]:
         """Return an answer to each question: same loss? flatter? more robust at 4 bits? better at each task?"""

@@ -89,8 +89,8 @@ class Outline:
         if self.causal != other.causal:
             next_tokens, masked = (self, other) if self.causal else (other, self)
             raise IsolossError(
-                f"{next_tokens.name} predicts next tokens and {masked.name} masked ones, so they have no inputs in "
-                "common: compare models of one kind"
+                f"{next_tokens.name} predicts next tokens and {masked.name} predicts masked tokens, so they have no "
+                "inputs in common: compare models of one kind"
             )
         if self.vocabulary != other.vocabulary:
             raise IsolossError(

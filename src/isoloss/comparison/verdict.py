@@ -82,7 +82,7 @@ class TraceComparison(Tabular):
     """The result of `isoloss.compare_traces`: it prints as tables with a verdict.
 
     Attributes:
-        models: The estimates of each model, by name: all models have the same ones, on the same inputs.
+        models: The estimates by model and by name; all models have the same names, on the same inputs.
         weights: The SHA-256 of each model's parameters, which identifies copies.
         architectures: The SHA-256 of each model's layers, their shapes and its activations.
         no_minimal: Why the minimal traces were not measured, though they were asked for.
@@ -170,9 +170,17 @@ class TraceComparison(Tabular):
                 estimates[f"the difference in {words} of {first} and {second}"] = difference
         return rarity(estimates)
 
-    def verdict(self, **options: Any) -> Verdict:
-        """Return which model is the flattest, or why that cannot be said; `options` are those of `verdict`."""
-        return verdict(self, **options)
+    def verdict(
+        self, *, loss_margin: float = LOSS_MARGIN, min_ratio: float = MIN_RATIO, more: str = "more inputs"
+    ) -> Verdict:
+        """Return which model is the flattest, or why that cannot be said.
+
+        Args:
+            loss_margin: Nats per predicted token within which two losses count as the same.
+            min_ratio: The smallest ratio of two traces that counts as a difference.
+            more: What would make the errors smaller.
+        """
+        return verdict(self, loss_margin=loss_margin, min_ratio=min_ratio, more=more)
 
     def __repr__(self) -> str:
         return f"TraceComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
@@ -217,7 +225,7 @@ class TraceComparison(Tabular):
         return [models, (["", "paired by input", "difference", "95 % interval", "ratio", "95 % interval"], rows, 2)]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each estimate of each model, and for each model minus the first one, which is `minus`."""
+        """Return a row for each estimate of each model, and one for its difference from the first model, `minus`."""
         first = next(iter(self.models))
         rows = []
         for name in self.names:

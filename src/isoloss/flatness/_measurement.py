@@ -115,7 +115,7 @@ class StopCriteria:
         return given
 
 
-class Watch:
+class StopRule:
     """Says when a measurement is to stop, and how long it has taken.
 
     Args:
@@ -126,26 +126,31 @@ class Watch:
 
     def __init__(self, stopping: StopCriteria, *, seconds: float = 0.0, fewest: int = 2) -> None:
         self.seconds, self._stopping, self._fewest = seconds, stopping, fewest
-        self._begun, self._look = time.perf_counter() - seconds, FIRST_CHECK
+        self._begun, self._next_check = time.perf_counter() - seconds, FIRST_CHECK
 
-    def ends(self, samples: Sized, estimate: Callable[[], Estimate | ClusteredRatio] | None = None) -> str | None:
-        """Return which limit ends the measurement after these samples, `rtol` or `seconds`; None: it goes on."""
+    def limit_reached(
+        self, samples: Sized, estimate: Callable[[], Estimate | ClusteredRatio] | None = None
+    ) -> str | None:
+        """Return which limit ends the measurement after these samples, `rtol` or `seconds`; None: it goes on.
+
+        `estimate` returns the estimate so far, for `rtol`; None: only `seconds` counts.
+        """
         self.seconds = time.perf_counter() - self._begun
         rtol, seconds = self._stopping.rtol, self._stopping.seconds
-        if rtol is not None and estimate is not None and len(samples) >= self._look:
+        if rtol is not None and estimate is not None and len(samples) >= self._next_check:
             found = estimate()
             if found.stderr <= rtol * abs(found.value):
                 return "rtol"
             # checked at doubling numbers: a look after every batch would end it at a moment where the error is small by
             # chance
-            while self._look <= len(samples):
-                self._look *= 2
+            while self._next_check <= len(samples):
+                self._next_check *= 2
         return "seconds" if seconds is not None and len(samples) >= self._fewest and self.seconds >= seconds else None
 
 
 @contextlib.contextmanager
 def interruptible(samples: Sized, estimate: Callable[[str], Estimate]) -> Iterator[None]:
-    """Let Ctrl-C carry the estimate so far, from two samples on."""
+    """Turn Ctrl-C into an `InterruptedEstimate` with the estimate so far, if there are at least two samples."""
     try:
         yield
     except KeyboardInterrupt as interruption:
@@ -353,7 +358,7 @@ class Measurement:
         source = self._source
         source.seconds = stopping.seconds
         before = 0.0 if self._auxiliary is None else self._auxiliary.seconds
-        self._watch, reason = Watch(stopping, seconds=before, fewest=FIRST_CHECK), None
+        self._watch, reason = StopRule(stopping, seconds=before, fewest=FIRST_CHECK), None
         with source:
             items = read_batches(
                 batches,
@@ -366,7 +371,7 @@ class Measurement:
                 for item in items:
                     self._add(item)
                     if self._position.positions:
-                        reason = self._watch.ends(self, self._watched)
+                        reason = self._watch.limit_reached(self, self._watched)
                     if progress is not None:
                         progress(self._position.sequences)
                     if reason is not None:

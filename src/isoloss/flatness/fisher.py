@@ -193,7 +193,9 @@ def empirical_fisher_trace(
         distributed: As for `fisher_trace`.
         options: See `MeasureOptions`.
 
-    Errors are those of `fisher_trace`.
+    Raises:
+        IsolossError: As for `fisher_trace`.
+        InterruptedEstimate: As for `fisher_trace`.
 
     Example:
         >>> from isoloss.examples import tiny_bert

@@ -64,7 +64,9 @@ def hessian_trace(
         The estimate, `by_parameter` adding up to `value`; with `method="residual"`, `details` has `fisher`,
         `fisher_stderr`, `residual` and `residual_stderr`.
 
-    Errors are those of `fisher_trace`, or a part of the model has no second derivative.
+    Raises:
+        IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
+        InterruptedEstimate: As for `fisher_trace`.
 
     Example:
         >>> from isoloss.examples import tiny_bert

@@ -80,7 +80,9 @@ def fisher_rao_norm(
         batches: As for `fisher_trace`; the labels' values are not used.
         options: See `MeasureOptions`; `parameters` are theta.
 
-    Errors are those of `fisher_trace`, or a part of the model has no second derivative.
+    Raises:
+        IsolossError: As for `fisher_trace`, or a part of the model has no second derivative.
+        InterruptedEstimate: As for `fisher_trace`.
 
     Example:
         >>> from isoloss.examples import tiny_bert
@@ -211,7 +213,9 @@ def weighted_fisher_trace(
         seed: Decides the probes.
         options: See `MeasureOptions`.
 
-    Errors are those of `fisher_trace`.
+    Raises:
+        IsolossError: As for `fisher_trace`.
+        InterruptedEstimate: As for `fisher_trace`.
 
     Example:
         >>> from isoloss.examples import tiny_bert

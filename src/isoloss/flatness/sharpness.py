@@ -24,7 +24,7 @@ from isoloss.flatness._measurement import (
     Estimator,
     MeasureOptions,
     StopCriteria,
-    Watch,
+    StopRule,
     interruptible,
     measure,
 )
@@ -189,7 +189,7 @@ def noise_sharpness(
     positions = loss.positions()
     details = {"relative_std": relative_std, "error_covers": "inputs, labels and probes", **loss.details(seed)}
 
-    watch, rises, ended = Watch(stopping), list[torch.Tensor](), None
+    watch, rises, ended = StopRule(stopping), list[torch.Tensor](), None
 
     def estimate(ended: str) -> Estimate:
         # all pairs see the same inputs, so rises are not independent: pairs and clusters are two crossed samples
@@ -216,7 +216,7 @@ def noise_sharpness(
                 _move(loss.parameters, originals, [sign * part for part in noise])
                 both.append(loss.by_cluster())
             rises.append((both[0] + both[1]) / 2 - before)
-            ended = watch.ends(rises, lambda: estimate(""))
+            ended = watch.limit_reached(rises, lambda: estimate(""))
             if (progress := options.get("progress")) is not None:
                 progress(len(rises))
             if ended is not None:

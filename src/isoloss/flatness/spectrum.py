@@ -23,7 +23,7 @@ from isoloss.flatness._measurement import (
     UNIT,
     MeasureOptions,
     StopCriteria,
-    Watch,
+    StopRule,
     interruptible,
 )
 from isoloss.model_checks import device_of
@@ -108,13 +108,13 @@ def largest_eigenvalues(
     start = torch.randn(loss.num_parameters, generator=generator, dtype=loss.dtype).to(device_of(model))
     space, converged, ended = Lanczos(product, start, generator), False, None
     # without rtol, which limits the residual norms here
-    watch = Watch(StopCriteria(seconds=options.get("seconds")), fewest=num_eigenvalues)
+    watch = StopRule(StopCriteria(seconds=options.get("seconds")), fewest=num_eigenvalues)
     while ended is None and not converged and not space.complete and space.steps < max_iterations:
         space.step()
         values, vectors, residuals = space.ritz()
         near = bool((residuals[-num_eigenvalues:] <= rtol * values.abs().max()).all())
         converged = near and space.steps >= num_eigenvalues
-        ended = watch.ends(range(space.steps))
+        ended = watch.limit_reached(range(space.steps))
         if (progress := options.get("progress")) is not None:
             progress(space.steps)
     is_exact = converged or space.complete
@@ -283,7 +283,7 @@ def spectral_density(
     product = _product(loss, matrix)
 
     steps, quadratures, ended = min(num_steps, loss.num_parameters), list[torch.Tensor](), None
-    watch = Watch(stopping)
+    watch = StopRule(stopping)
 
     def density(ended: str) -> SpectralDensity:
         nodes, weights = torch.stack(quadratures, dim=1)
@@ -313,7 +313,7 @@ def spectral_density(
                     nodes, vectors, _ = space.ritz()
                     # Gauss quadrature: the weights are the squares of the first components (Golub and Welsch 1969)
                     quadratures.append(torch.stack([nodes, vectors[0].square()]))
-                ended = watch.ends(quadratures, lambda: density("").moment(1))
+                ended = watch.limit_reached(quadratures, lambda: density("").moment(1))
             if (progress := options.get("progress")) is not None and len(quadratures) > probe:
                 progress(len(quadratures))
     return density(ended or "num_probes")

@@ -116,7 +116,8 @@ def train_config(
 ) -> TrainConfig:
     """Return the config of a run of `preset`, on a language and with a model of one's own.
 
-    A causal model predicts next tokens and has no masks; a model that is given keeps its dropout.
+    The preset decides the masking, the training set, whether [CLS] and [SEP] stand around the sentences, the optimizer,
+    the steps and the batch size. A causal model predicts next tokens and has no masks; a given model keeps its dropout.
 
     Args:
         preset: `paper` or `authors` (`isoloss ls presets`), or one made here.

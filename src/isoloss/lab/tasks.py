@@ -257,7 +257,7 @@ class WholeTask:
         Args:
             predictions: (R, n) int64.
             method: How they were made.
-            over: Plural noun of the difference between the classifiers: draws, projections or seeds.
+            over: What the classifiers differ in, as a plural noun: draws, projections or seeds.
             details: Further details of the estimate.
             seconds: Wall-clock time.
         """
@@ -304,8 +304,9 @@ def whole_task(
 ) -> WholeTask:
     """Return the downstream task `name` with all sentences of the language as test sentences.
 
-    `every` has all sentences and their probabilities (n,); None: too many, or not known, which is refused, as is a task
-    with sentences of its own. The training sentences are drawn as by `make_task`.
+    `every` has all sentences and their probabilities (n,); None is refused: there are too many sentences, or their
+    probabilities are not known. A task with sentences of its own is refused, too. The training sentences are drawn as
+    by `make_task`.
     """
     drawn = make_task(language, name, num_train=num_train, num_test=1, seed=seed)
     if every is None:

@@ -32,13 +32,13 @@ from isoloss.paper.design import (
 from isoloss.paper.tables import (
     OVER,
     TRACES,
-    above,
     changes,
     factor,
     factor_ends,
     flatter_card,
+    has_several_languages,
     means,
-    several,
+    num_above_target,
     slope,
 )
 from isoloss.report import charts, data
@@ -389,11 +389,13 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     """Return the tables: all arms, and their differences from their controls."""
     scale: DoseResponse = results.scale
     units = complete(results)
-    if not several(units):
+    if not has_several_languages(units):
         return ()
     keys, probes = ("kl", *TRACES, *FEATURES, *scale.probes.values()), tuple(scale.probes.values())
     ends = {scale.titles[arm]: ends_of(results, units, arm) for arm in ARMS}
-    arms = [((title, above(some, scale.target_kl)), means(some, units, keys)) for title, some in ends.items()]
+    arms = [
+        ((title, num_above_target(some, scale.target_kl)), means(some, units, keys)) for title, some in ends.items()
+    ]
     differences = [
         ((scale.titles[arm], scale.titles[control]), changes(pairs_of(results, units, control, arm), units, keys))
         for arm in TREATED

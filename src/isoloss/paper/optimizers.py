@@ -16,7 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, SAMConfig
 from isoloss.paper.design import OverGrammars, Unit, clusters_of, continued, ends_of, pairs_of, units_with
-from isoloss.paper.tables import OVER, above, changes, forest, frame, means, several
+from isoloss.paper.tables import OVER, changes, checkpoint_frame, forest, has_several_languages, means, num_above_target
 from isoloss.report import charts
 from isoloss.report.data import MINIMAL_TRACE, Column, Style
 from isoloss.report.html import Card
@@ -367,7 +367,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     """Return the tables: what predicts what, all arms, their differences from AdamW, and the layers."""
     scale: Optimizers = results.scale
     units = complete(results)
-    if not several(units):
+    if not has_several_languages(units):
         return ()
     keys = ("kl", *FLATNESS, *outcomes(scale))
     ends = {arm: ends_of(results, units, arm) for arm in ARMS}
@@ -380,7 +380,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     arms = []
     for arm, title in ARMS.items():
         taken = [steps(unit, arm) for unit in units]
-        label = (title, f"{min(taken):,} to {max(taken):,}", above(ends[arm], scale.target_kl))
+        label = (title, f"{min(taken):,} to {max(taken):,}", num_above_target(ends[arm], scale.target_kl))
         arms.append((label, means(ends[arm], units, keys)))
     differences = [((title,), against(results, units, arm, keys)) for arm, title in ARMS.items() if arm != ADAMW]
     spans = [((title,), means(ends[arm], units, [*layers, "bayes", "majority"])) for arm, title in ARMS.items()]
@@ -524,7 +524,7 @@ def _figures(results: Results) -> list[Figure]:
         )
         for each in found
     ]
-    ends = frame(results, [unit.run(arm) for unit in units for arm in ARMS], ["kl", *FLATNESS, *names])
+    ends = checkpoint_frame(results, [unit.run(arm) for unit in units for arm in ARMS], ["kl", *FLATNESS, *names])
     return [
         Figure(
             name="associations",

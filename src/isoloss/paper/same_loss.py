@@ -34,7 +34,16 @@ from isoloss.paper.design import (
     small_bert,
     units_with,
 )
-from isoloss.paper.tables import OVER, changes, flatter_card, forest, frame, means, number_of, several
+from isoloss.paper.tables import (
+    OVER,
+    changes,
+    checkpoint_frame,
+    flatter_card,
+    forest,
+    has_several_languages,
+    means,
+    num_languages,
+)
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, Column, Style, accuracy
 from isoloss.report.html import Card, IntervalRow, Section, interval_rows
@@ -589,9 +598,9 @@ def _arms(results: Results) -> SummaryTable:
     keys = ("kl", *RESCALED, *scale.probes.values(), *scale.few_shot_probes.values())
     of_arms = {title: (arm, units_with(results, arm)) for arm, title in GROUPS.items()}
     rows = [
-        ((title, number_of(units)), means(ends_of(results, units, arm), units, keys))
+        ((title, num_languages(units)), means(ends_of(results, units, arm), units, keys))
         for title, (arm, units) in of_arms.items()
-        if several(units)
+        if has_several_languages(units)
     ]
     caption = (
         f"Every arm ends in the same cooldown: {scale.cooldown_steps:,} steps of AdamW on exact labels, with a "
@@ -610,11 +619,11 @@ def _differences(results: Results, name: str, steps: int) -> SummaryTable:
     keys = ("kl", *RESCALED, *scale.probes.values(), *few_shot)
     rows = [
         (
-            (GROUPS[arms[1]], GROUPS[arms[0]], number_of(units)),
+            (GROUPS[arms[1]], GROUPS[arms[0]], num_languages(units)),
             changes(_after_cooldown(results, units, arms, steps), units, keys),
         )
         for arms in CONTRASTS.values()
-        if several(units := units_with(results, *arms))
+        if has_several_languages(units := units_with(results, *arms))
     ]
     caption = (
         "Paired by grammar and seed. KL and probe accuracies: arm minus control. Traces: arm over control, as "
@@ -631,9 +640,9 @@ def _cooldowns(results: Results) -> SummaryTable:
     keys, arms = ("kl", *RESCALED, *scale.probes.values()), CONTRASTS["label noise"]
     units = units_with(results, *arms)
     rows = [
-        ((steps, number_of(units)), changes(_after_cooldown(results, units, arms, steps), units, keys))
+        ((steps, num_languages(units)), changes(_after_cooldown(results, units, arms, steps), units, keys))
         for steps in (0, *scale.other_cooldowns, scale.cooldown_steps)
-        if several(units)
+        if has_several_languages(units)
     ]
     caption = (
         "KL and probe accuracies as differences, traces as factors. Both arms had a cooldown of this many steps; 0 is "
@@ -668,9 +677,9 @@ def _sizes(results: Results) -> SummaryTable:
     rows = []
     for size in scale.sizes:
         units = units_with(results, arm := scale.arm_of_size(size))
-        if several(units):
+        if has_several_languages(units):
             ends = [sizes_expanded(scale, size, end) for end in ends_of(results, units, arm)]
-            label = (size, results.run(units[0].run(arm)).result()["num_parameters"], number_of(units))
+            label = (size, results.run(units[0].run(arm)).result()["num_parameters"], num_languages(units))
             rows.append((label, means(ends, units, keys)))
     caption = (
         "Raw traces (column trace) of different widths are not comparable: they are sums over different parameters. "
@@ -706,7 +715,7 @@ def _baselines(results: Results) -> SummaryTable:
     rows = [
         ((title,), {probe: cluster_mean(some, clusters, unit="accuracy") for probe, some in by_probe.items()})
         for title, by_probe in values.items()
-        if several(units)
+        if has_several_languages(units)
     ]
     caption = (
         "The same probe on other features of the same sentences, with the majority class and the Bayes-optimal "
@@ -757,7 +766,7 @@ def _figures(results: Results) -> list[Figure]:
     tasks = [accuracy(task) for task in scale.tasks]
     arms = [*GROUPS, *(size for size in scale.sizes if size != scale.main_size)]
     runs = [unit.run(arm) for arm in arms for unit in units_with(results, arm)]
-    ends = frame(results, runs, ["kl", *RESCALED, *scale.probes.values()])
+    ends = checkpoint_frame(results, runs, ["kl", *RESCALED, *scale.probes.values()])
     figures = []
     if found := _compared(results):
         panels = {
@@ -809,7 +818,7 @@ def _compared(results: Results) -> dict[str, dict[str, Estimate]]:
     return {
         f"{GROUPS[arm]} − {GROUPS[control]}": changes(pairs_of(results, units, control, arm), units, keys)
         for control, arm in CONTRASTS.values()
-        if several(units := units_with(results, control, arm))
+        if has_several_languages(units := units_with(results, control, arm))
     }
 
 

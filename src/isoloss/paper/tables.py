@@ -22,14 +22,14 @@ TRACES = tuple(RESCALED)  # the trace and the minimal trace
 OVER = "mean ± standard error over grammars"
 
 
-def number_of(units: Sequence[Unit]) -> int:
+def num_languages(units: Sequence[Unit]) -> int:
     """Return how many languages the units have."""
     return len(set(clusters_of(units)))
 
 
-def several(units: Sequence[Unit]) -> bool:
+def has_several_languages(units: Sequence[Unit]) -> bool:
     """Return whether an error over the units' languages can be given."""
-    return number_of(units) > 1
+    return num_languages(units) > 1
 
 
 def means(ends: Sequence[Checkpoint], units: Sequence[Unit], keys: Iterable[str]) -> dict[str, Estimate]:
@@ -62,12 +62,12 @@ def slope(ends: Sequence[Checkpoint], units: Sequence[Unit], key: str) -> Estima
     return slope_within(accuracies, losses, clusters_of(units), unit=PER_NAT)
 
 
-def above(ends: Iterable[Checkpoint], target_kl: float) -> int:
-    """Return how many checkpoints have a KL of more than 10 % above the target."""
+def num_above_target(ends: Iterable[Checkpoint], target_kl: float) -> int:
+    """Return how many checkpoints have a KL more than 10 % above the target."""
     return sum(end["kl"].value > 1.1 * target_kl for end in ends)
 
 
-def frame(results: Results, runs: Iterable[str], keys: Sequence[str]) -> pl.DataFrame:
+def checkpoint_frame(results: Results, runs: Iterable[str], keys: Sequence[str]) -> pl.DataFrame:
     """Return the last checkpoint of each run, a row each, as charts take them."""
     return pl.DataFrame([results.row(run, max(results.of_run(run)), results.at(run), keys) for run in runs])
 
@@ -87,7 +87,13 @@ def interval(row: str, series: str, estimate: Estimate) -> Interval:
 
 
 def forest(rows: Mapping[str, Mapping[str, Estimate]], panels: Mapping[str, Mapping[str, str]], *, note: str) -> Spec:
-    """Return a chart of estimates, a row each: by the title of a panel, the keys it shows by what they are called."""
+    """Return a forest plot.
+
+    Args:
+        rows: The estimates of each row, by key.
+        panels: For each panel, by title, the keys that it shows, by their names in the legend.
+        note: Of the intervals: what they are over.
+    """
     made = []
     for title, keys in panels.items():
         shown = [interval(row, name, found[key]) for row, found in rows.items() for name, key in keys.items()]

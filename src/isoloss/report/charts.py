@@ -73,8 +73,8 @@ def magnified(
     For each vertical measure (`ups`) a panel of all checkpoints, with a rectangle around those whose loss is in the
     `band`, in the table's unit; then, of these alone, a panel of the measure against the loss and one against each of
     `others`. Panels of one vertical measure stand in full rows. Bars and lines are as in `scatter`, cut off at the
-    edges of the rectangle. `baselines` are horizontal lines among all checkpoints: by the name of a vertical measure,
-    each with its value by what the legend calls it.
+    edges of the rectangle. `baselines` are horizontal lines among all checkpoints: for each vertical measure, by
+    name, the values by their names in the legend.
     """
     drawing = _Drawing(table, tuple(dict.fromkeys((loss, *others, *ups))), style)
     baselines = baselines or {}
@@ -379,7 +379,7 @@ def _side_by_side(panels: list[Spec], pick: _Pick, description: str, *, note: st
 
 
 def concat(panels: Sequence[Spec], note: str, *, together: int = 1) -> Spec:
-    """Return panels in a row, in the page's colors, with a note on bars and lines in print.
+    """Return panels in a row, in the page's colors, with a note below them in print that says what bars and lines are.
 
     Where panels do not fit into one row, each run of `together` panels takes full rows.
     """

@@ -82,7 +82,7 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
     R where the draw of the rows does.
 
     Args:
-        values: (R, C), at least 1 and 2, finite.
+        values: (R, C) finite numbers, R at least 1 and C at least 2.
         unit: Of the values.
         method: What the estimate is called.
 
@@ -172,7 +172,7 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
         unit: Of the slope, e.g. "points per nat".
 
     Returns:
-        An estimate as of `cluster_mean`.
+        An estimate with `influence` by cluster, in the order of `details["labels"]`.
 
     Example:
         >>> from isoloss.statistics.clusters import slope_within
@@ -201,7 +201,7 @@ def adjusted_to_loss(
 ) -> Estimate:
     """Return a difference of outcomes less the part that the loss accounts for, with the error of the slope.
 
-    The value is D - b L, for the difference D, that of the losses L and the slope b; by the delta method its
+    The value is D - b L, for the difference D, the difference in loss L and the slope b; by the delta method its
     influence by cluster is psi_D - b psi_L - L psi_b. Where the slope is from other data, its L^2 s_b^2 is added to the
     squared error of D - b L, and the degrees of freedom are Satterthwaite's. The adjustment is as good as the slope is
     the effect of the loss on the outcome.

@@ -140,7 +140,8 @@ def correlation(
     this is Kendall's partial tau (1942), (tau_xy - tau_xz tau_yz) / sqrt((1 - tau_xz^2) (1 - tau_yz^2)). It need not be
     0 where x and y are independent given z: for normal ones that both correlate 0.9 with z, it is 0.19.
 
-    The interval is tanh of that of z = artanh r, by the `jackknife` over clusters. The bootstrap draws G clusters with
+    With z = artanh r, the interval is tanh(z ± t s): s is the error of z by the `jackknife` over the G clusters, and t
+    is Student's with G - 1 degrees of freedom. The bootstrap draws G clusters with
     replacement and ranks anew in each resample. Its interval is too short for few clusters, and the correction BCa
     makes that no better: `docs/method/statistics.md` has how often each one holds the truth.
 

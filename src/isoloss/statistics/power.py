@@ -73,7 +73,9 @@ def equivalence_power(margin: float, sd: float, pairs: int, *, effect: float = 0
 
 
 def pairs_for_power(effect: float, sd: float, *, power: float = 0.8, alpha: float = 0.05) -> int:
-    """Return the smallest number of pairs, at most a million, with which `paired_power` is at least `power`.
+    """Return the smallest number of pairs with which `paired_power` is at least `power`; over a million are refused.
+
+    Arguments and errors are as for `paired_power`.
 
     Example:
         >>> from isoloss.statistics.power import pairs_for_power
@@ -88,7 +90,9 @@ def pairs_for_power(effect: float, sd: float, *, power: float = 0.8, alpha: floa
 def pairs_for_equivalence(
     margin: float, sd: float, *, effect: float = 0.0, power: float = 0.8, alpha: float = 0.05
 ) -> int:
-    """Return the smallest number of pairs, at most a million, with which `equivalence_power` is at least `power`.
+    """Return the smallest number of pairs with which `equivalence_power` is at least `power`; at most a million.
+
+    Arguments and errors are as for `equivalence_power`.
 
     Example:
         >>> from isoloss.statistics.power import pairs_for_equivalence
@@ -105,7 +109,7 @@ def minimal_detectable_effect(sd: float, pairs: int, *, power: float = 0.8, alph
     """Return the smallest effect that the two-sided paired t test finds with this power.
 
     Where a study does not find an effect, it does not exclude one below this: to state what it excludes, take
-    `isoloss.statistics.significance.largest_size` of what it measured.
+    `isoloss.statistics.significance.largest_size` of what it measured. Arguments and errors are as for `paired_power`.
 
     Example:
         >>> from isoloss.statistics.power import minimal_detectable_effect
@@ -123,9 +127,15 @@ def minimal_detectable_effect(sd: float, pairs: int, *, power: float = 0.8, alph
 def sd_upper_bound(sd: float, pairs: int, *, confidence: float = 0.8) -> float:
     """Return an upper bound of the true standard deviation, from the standard deviation of a pilot.
 
-    It is sd sqrt((n - 1) / c), with c the 1 - confidence point of chi-squared with n - 1 degrees of freedom, for normal
-    differences. With this confidence, the true one is below it, and a study planned with it has at least the stated
-    power (Browne, 1995); planned with the pilot's own sd it has that power in no more than about half of all cases.
+    For n pairs of normal differences it is sd sqrt((n - 1) / c), with c the 1 - confidence point of chi-squared with
+    n - 1 degrees of freedom. With this confidence, the true one is below it, and a study planned with it has at least
+    the stated power (Browne, 1995); planned with the pilot's own sd it has that power in no more than about half of all
+    cases.
+
+    Args:
+        sd: The standard deviation of the differences in the pilot.
+        pairs: n, the pilot's pairs, at least 2.
+        confidence: Above 0 and below 1.
 
     Example:
         >>> from isoloss.statistics.power import sd_upper_bound
@@ -175,8 +185,8 @@ def _mean_over_sd(
 ) -> float:
     """Return the mean of a function of u up to `most`, where freedom u^2 is chi-squared.
 
-    The function is smooth in t u, and steps down at the values `steps` of it. scipy's noncentral t gives NaN for
-    noncentralities that occur here (effect 0.1 sd, 100,000 pairs).
+    The function is smooth in t u, apart from steps down at the values `steps` of t u. scipy's noncentral t gives NaN
+    for noncentralities that occur here (effect 0.1 sd, 100,000 pairs).
     """
     from scipy.integrate import quad
     from scipy.special import chdtri, gammaln

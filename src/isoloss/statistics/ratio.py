@@ -30,7 +30,7 @@ def ratio(numerators: Values, denominators: Values) -> tuple[float, float]:
     With r_i the ratio r without cluster i, the squared error is (n - 1) / n sum_i (r_i - r)^2, where
     r - r_i = (a_i - r b_i) / (sum(b) - b_i). Where every b_i is 1 this is the mean and s / sqrt(n). Of few unequal
     clusters it is larger than the delta method's (Cochran, Sampling Techniques, section 6.3), in which a large cluster
-    pulls r towards itself.
+    pulls r towards itself, so that its residual is too small.
 
     Args:
         numerators: (n,) a: what each cluster adds up to, e.g. the nats of all predicted tokens of a sequence.
@@ -55,7 +55,8 @@ def _stderr(psi: torch.Tensor) -> float:
 def influence(numerators: Values, denominators: Values) -> tuple[float, torch.Tensor]:
     """Return the ratio as `ratio` does, and its influences psi_i = (n - 1) (r - r_i), (n,) float64.
 
-    The squared error is the sum of psi_i^2 over n (n - 1).
+    The squared error is the sum of psi_i^2 over n (n - 1). The difference of two ratios over the same clusters has the
+    influences psi_i - psi'_i.
     """
     a = torch.as_tensor(numerators, dtype=torch.float64)
     b = torch.as_tensor(denominators, dtype=torch.float64)
@@ -329,7 +330,8 @@ class Weighted(NamedTuple):
 class ColumnRatios:
     """The clusters' sums of every column, from which the estimate of any weighted sum of columns follows.
 
-    Least squares is linear in a, so the coefficients of a weighted sum of columns are the same sum of the columns'.
+    Least squares is linear in a, so the coefficients of a weighted sum of columns are the weighted sum of
+    the columns' coefficients.
     """
 
     fit: _Clusters  # the clusters

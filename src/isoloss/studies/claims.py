@@ -250,7 +250,7 @@ def source_of(function: Any) -> str:
         return f"{source_of(function.func)}\n{given}"
     code = getattr(inspect.unwrap(function), "__code__", None)
     if not isinstance(code, CodeType):
-        raise IsolossError(f"of a claim is a {type(function).__name__}; it must be a function")
+        raise IsolossError(f"of a claim is of type {type(function).__name__}; it must be a function")
     try:
         tree = ast.parse(Path(code.co_filename).read_text(encoding="utf-8"))
     except OSError as error:
@@ -310,8 +310,8 @@ def planned_tests(
 ) -> int:
     """Return the number of secondary tests of a study: a claim has one for each of its cases and contrasts.
 
-    It does not depend on what was measured: a case that could not be compared counts. Of a claim for which more
-    contrasts were made (`made`, by its id) than planned, these count.
+    It does not depend on what was measured: a case that could not be compared counts. If `made`
+    (by the claim's id) has more contrasts than were planned, those in `made` count.
     """
     number = 0
     for claim in claims:
@@ -332,7 +332,7 @@ def _case(case: str, contrast: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The result of a claim in one case, with its verdict. None is what was not tested, or does not apply."""
+    """The result of a claim in one case, with its verdict. None: nothing was tested, or it does not apply."""
 
     case: str  # e.g. the task; empty if there is only one
     # by name, in the order shown: the first model's, the second's and their difference; empty if there are none
@@ -350,7 +350,7 @@ class Answer:
     tests: int | None = None  # number of tests that the adjustment is for
     withheld: str = ""  # what kept it from being tested, in a few words
     positive_control: str = ""  # beside `not shown`: what the positive control says
-    detectable: float | None = None  # the smallest true difference found with 80 % power, with the margin; not of exact
+    detectable: float | None = None  # the smallest true difference found with 80 % power, with the margin; None: exact
     below: float | None = None  # if nothing is shown: 95 % upper bound on the size of the true difference
     adjusted: Estimate | None = None  # the difference adjusted to the same loss; None: no slope for it
 
@@ -497,7 +497,9 @@ def judge_claims(
 
 
 def answer(claim: Claim, contrast: Contrast, keys: Mapping[str, str], *, margin: float = LOSS_MARGIN) -> list[Answer]:
-    """Return the answers to a claim for one contrast, by case of `keys`: from second - factor * first of each estimate.
+    """Return the answers to a claim for one contrast, one for each case in `keys`.
+
+    An answer is about second - factor * first of the estimate with the case's key.
 
     Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss
     within a margin in nats, or a slope on the loss, unless the contrast says otherwise. What was not measured of both

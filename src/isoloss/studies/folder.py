@@ -283,7 +283,7 @@ class StudyFolder:
         )
 
     def progress(self) -> tuple[list[str], tuple[int, ...]]:
-        """Return the names of the units that are not done, and the numbers of the blocks all of whose units are."""
+        """Return the names of the units that are not done, and the numbers of the blocks of which all units are."""
         units = self.plan()
         missing = {unit.name: unit.block for unit in units if not unit.done()}
         return list(missing), tuple(sorted({unit.block for unit in units}.difference(missing.values())))
@@ -350,8 +350,8 @@ class StudyFolder:
         cards = tuple(self._call_hook("answer", claims, results))
         if wrong := [card for card in cards if not isinstance(card, Card)]:
             raise IsolossError(
-                f"answer of the study {self.study.name} returns a {type(wrong[0]).__name__}; it must return "
-                "isoloss.studies.Card objects, a question with its answer each"
+                f"answer of the study {self.study.name} returns an object of type {type(wrong[0]).__name__}; it must "
+                "return isoloss.studies.Card objects, a question with its answer each"
             )
         return cards
 

@@ -91,7 +91,7 @@ class Study:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise IsolossError(
-                    f"{name} of the study {self.name} is a {type(value).__name__}; it must be a function "
+                    f"{name} of the study {self.name} is of type {type(value).__name__}; it must be a function "
                     "(isoloss.studies.Study says of what) or None"
                 )
         if isinstance(self.claims, str | Path):

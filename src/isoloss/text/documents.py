@@ -111,6 +111,12 @@ def read_documents(
     Files are UTF-8, with or without a byte order mark; all line ends are read as `\n`. Text is read as it is asked for,
     never a whole file at once.
 
+    Args:
+        paths: Files, folders (see `find_files`) and datasets.
+        column: The field of JSON lines, or the column of datasets, that holds the text.
+        split: Of datasets; None: `train`.
+        max_documents: How many documents, from the first on; None: all.
+
     Example:
         >>> import tempfile
         >>> from pathlib import Path

@@ -60,8 +60,8 @@ def write_python_docs(folder: Path) -> int:
 def rows(name: str, split: str) -> Columns:
     """Return the columns of a split of one of the datasets that come with Python.
 
-    They depend on the version of the Python that runs this. The split, `train` or, of those with labels, `validation`
-    with one example in five, depends only on the text of each docstring.
+    They depend on the version of the Python that runs this. Labeled datasets have the splits `train` and `validation`
+    (one example in five), the others only `train`. The split depends only on the text of each docstring.
 
     - `docs` (column text): the language reference, a row for each page.
     - `docstrings` (text): the docstrings of the standard library, about 1.5 million characters.
@@ -70,7 +70,6 @@ def rows(name: str, split: str) -> Columns:
     - `sentence-source` (text, label): whether a sentence is of the reference or of a docstring, as many of each.
     - `sentence-order` (text, pair, label): whether the first four words of a sentence and the next four are in this
       order, which half of them are.
-
     """
     if name not in DATASETS:
         raise IsolossError(f"there is no dataset python:{name}{did_you_mean(name, DATASETS)}; available: {_names()}")

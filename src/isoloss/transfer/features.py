@@ -55,7 +55,8 @@ def extract(
         model: A model in eval mode; it stays where it is.
         sentences: n sentences padded to T tokens; pad the training and the test split to the same T.
         types: (n, T) token types of pairs of texts, where the model has them.
-        pooling: How the (n, T, d) states become rows.
+        pooling: How the (n, T, d) states become rows: `"concatenate"` puts them side by side, `"mean"` averages them
+            over the tokens, `"first"` and `"last"` take the state of one token.
         layer: Index into the model's hidden states, 0 being the embeddings; -1 is the model's own last hidden state,
             after a final layer norm where it has one.
         projection: Width that the rows are projected to, by the same matrix for all of one width; None: not at all.
@@ -69,8 +70,9 @@ def extract(
         and features of more than `memory_bytes`, they are mapped from the file.
 
     Raises:
-        IsolossError: The model is in training mode or has no such states, an argument is out of range, a token is
-            unknown to the model, a sentence is empty or too long, there are none, or the file cannot be written.
+        IsolossError: The model is in training mode or has no states that can be read, an argument is out of range, a
+            token is unknown to the model, a sentence is empty or too long, there are none, or the file cannot be
+            written.
 
     Example:
         >>> import torch

@@ -144,16 +144,19 @@ def fit_linear_probe(
         settings: Fields of `ClassifierConfig` that replace those of `config`.
 
     Returns:
-        The accuracy and the predictions; `isoloss.transfer.results.score` has the error. Among the details of the
-        convex probe are `regularization`, `objective_nats` and the bound `gap_nats` on its excess over the minimum. On
-        a CPU, the same arguments and number of threads give the same bits.
+        The accuracy and the predictions; `isoloss.transfer.results.score` says how the error is computed. The
+        accuracy's details have `accuracies` (one per seed), `seed_std`, `binomial_stderr`, `train_accuracy`,
+        `majority_rate`, `num_train` and `num_test`; those of the convex probe also `regularization`, `objective_nats`
+        and the bound `gap_nats` on its excess over the minimum. On a CPU, the same arguments and number of threads give
+        the same bits.
 
     Raises:
         IsolossError: A split is empty; shapes or widths do not fit; a feature is not finite; a label or a setting is
             out of range.
 
     Warns:
-        IsolossWarning: A class that no training example has, as it is never predicted and its test examples are errors.
+        IsolossWarning: No training example has one of the classes: it is never predicted, and its test examples count
+            as errors.
 
     Example:
         >>> import torch
@@ -208,10 +211,11 @@ def _check_splits(
 def fit_each(
     parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], config: ClassifierConfig, *, classes: int
 ) -> Fitted:
-    """Return (R, n_test) predictions of one probe for each part: training features, their labels, and test features.
+    """Fit one probe to each part (training features, their labels, test features).
 
-    With several seeds in the config there is a row for each. The details of the fits have one value where all agree; a
-    class missing from a part is never predicted, and `absent_classes` has their number.
+    Returns the predictions (R, n_test) and the details of the fits. With several seeds in the config, each seed has a
+    row. A detail is a single value where all fits agree. A class that a part lacks is never predicted;
+    `absent_classes` has the number of such classes.
 
     Example:
         >>> import torch
@@ -381,8 +385,8 @@ def _fit_convex(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return weights (1, C, D) and biases (1, 1, C) on centered and scaled features, float32, and how they were fitted.
 
-    The features x (n, D) are neither: `center` is (D,) or a single 0. Of several regularization strengths one is chosen
-    by five folds. A class of which there is no training example has a bias of minus infinity.
+    The features x (n, D) are given as they are; `center` is (D,) or a single 0. Of several regularization strengths one
+    is chosen by five folds. A class of which there is no training example has a bias of minus infinity.
     """
     present = torch.tensor(sorted(set(y.tolist())), device=y.device)
     weight = torch.zeros(1, num_classes, x.shape[1], dtype=torch.float64, device=y.device)

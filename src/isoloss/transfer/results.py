@@ -261,8 +261,8 @@ def score(
     classifiers of all seeds give nearly the same answers, as trained ones do, that is the standard deviation over fresh
     examples and seeds; where they do not, part of their noise is in both terms and the error is too large. It leaves
     out the draw of the training examples, and at an accuracy of exactly 0 or 1 it is 0: there the accuracy is known to
-    about 3 / n. With one seed `sd` is unknown: it is None, and the error is the first term's. The `settings` are more
-    of the accuracy's details.
+    about 3 / n. With one seed `sd` is unknown: it is None, and the error is the first term's. `settings` are
+    added to the accuracy's details.
 
     Raises:
         IsolossError: There is no example or seed, the shapes do not fit, or a label or prediction is no class.

@@ -105,7 +105,10 @@ def registered_text_task(name: str, data: str | None = None) -> TextTask | None:
 
 
 def own_text_task(name: str, data: str) -> TextTask:
-    """Return your own task, with examples in the columns `text` and `label`, and `pair` if they are two texts."""
+    """Return your own task, with examples in the columns `text` and `label`, and `pair` if they are two texts.
+
+    `data` is a file, a folder with a file for each split, or a dataset.
+    """
     if is_dataset(data):
         return TextTask(name=name, train=data, text="text")
     return TextTask(name=name, train=data, text="text", pair="pair", other_columns=(("text", None, "label"),))

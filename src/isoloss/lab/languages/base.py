@@ -129,7 +129,7 @@ class Language(abc.ABC):
     def set_vocabulary(self, vocabulary: tuple[str, ...], *, size: int | None = None, source: str = "") -> None:
         """Set the token strings by id, and the ids after them: the padding, then the mask.
 
-        They must be `size` different strings; None: whatever they are. The message of an error names their `source`.
+        With a `size`, they must be that many different strings; None: any. Error messages name their `source`.
         """
         if size is not None and not len(set(vocabulary)) == len(vocabulary) == size:
             raise IsolossError(f"{source}: the vocabulary must be {size} different strings, one per token")
@@ -345,8 +345,8 @@ class Language(abc.ABC):
 class ExactLanguage(Language):
     """A language that is drawn from a model and whose probabilities are known, in nats, given the sentence's length.
 
-    A subclass has `_log_prob` and either `_probabilities` or both `_log_conditionals` and `_entropies`, whose arguments
-    are checked; or `log_prob`, `log_conditionals` and `conditional_entropy` themselves.
+    A subclass has `_log_prob` and either `_probabilities` or both `_log_conditionals` and `_entropies`, which are
+    called with checked arguments; or `log_prob`, `log_conditionals` and `conditional_entropy` themselves.
 
     Attributes:
         device: Where exact computations run and sentences are put.
@@ -490,7 +490,8 @@ class ExactLanguage(Language):
     def is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether each string of tokens is a sentence of the language.
 
-        A string of a length that no sentence has is none, also where `log_prob` takes it for the first tokens of one.
+        A string is not a sentence if no sentence has its length, even where `log_prob` takes it for the first tokens of
+        one.
         """
         probs = self.length_probs.to(lengths.device)
         has_length = (lengths > 0) & (lengths <= self.max_length)

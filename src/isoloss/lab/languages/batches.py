@@ -1,4 +1,4 @@
-"""Padded batches of sentences on their way into an exact language, its numbers on their way out, and what computes."""
+"""Padded batches of sentences on their way into an exact language, its numbers on their way out, numba or torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def at_positions(
     trailing: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the (*positions.shape, *trailing) results of `compute`, or with None (n, T, *trailing), 0 at padding.
+    """Return the results of `compute` at `positions`, (*positions.shape, *trailing).
+
+    With `positions` None they are at all tokens, (n, T, *trailing), with 0 at padding.
 
     `compute(ids, lengths, positions)` takes ids no wider than the longest sentence, and (n, k) positions or None.
     """

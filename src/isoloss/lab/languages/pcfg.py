@@ -380,9 +380,9 @@ class PCFG(ExactLanguage):
         shape: tuple[int, ...],
         chunk: Callable[[int], int] | None = None,
     ) -> torch.Tensor:
-        """Return what `compute` gives for rows of one length, from several threads, in one tensor of the shape.
+        """Call `compute` on the rows of each length, in several threads; return all its values in a tensor of `shape`.
 
-        With the values it may give (rows,) log-probabilities; where one of these is -inf, the sentence is impossible.
+        `compute` also returns (rows,) log-probabilities, or None; -inf marks an impossible sentence, which is refused.
         """
         out = batches.large_zeros(shape, self.dtype, self.device)
 

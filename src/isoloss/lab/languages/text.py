@@ -148,7 +148,7 @@ class Corpus(Language):
     def labeling(self, name: str) -> Labeling:
         """Raise an `IsolossError`: tasks of text are about labeled text."""
         raise IsolossError(
-            f"task {name!r} is about what produced a sentence, which nobody knows of text; for a task of text give "
+            f"task {name!r} is about what produced a sentence, which is unknown for text; for a task of text give "
             "isoloss transfer --task sst2 --data FOLDER, or a name of yours and --data FILE"
         )
 

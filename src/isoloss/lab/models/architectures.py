@@ -166,14 +166,14 @@ class Architecture:
     reads_last_states = False
 
     def shape(self, config: ModelConfig) -> Any:
-        """Return the shape of a config's size, but for what the config sets itself."""
+        """Return the shape of the config's size, changed by what the config sets itself."""
         if config.size not in self.sizes:
             known = ", ".join(self.sizes)
             raise IsolossError(f"{config.architecture} has no model size {config.size!r}; its sizes are {known}")
         return self.reshaped(self.sizes[config.size], config)
 
     def reshaped(self, named: Any, config: ModelConfig) -> Any:
-        """Return the shape of a size with what the config sets itself."""
+        """Return the shape of a size, changed by what the config sets itself."""
         raise NotImplementedError
 
     def num_parameters(self, shape: Any, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:

@@ -36,7 +36,7 @@ class Part:
     """Where a parameter of the small model lies in the large one: copies of it in blocks, each divided by `divisor`."""
 
     name: str  # of the large model's parameter
-    blocks: tuple[int, ...]  # how many there are along each of its dimensions
+    blocks: tuple[int, ...]  # copies along each dimension of the parameter
     divisor: float
 
     @property
@@ -114,8 +114,6 @@ def expand(model: PreTrainedModel, into: Shape, *, embedding_scale: Scale = "exa
     The r copies of the token embedding E that the decoder multiplies must not add up to r times the logits: with
     `divisor` c of the embeddings, the last layer norm before the decoder is divided by r / c.
 
-    The large model has the same type and device, with dropout off.
-
     Args:
         model: A Hugging Face BERT or RoBERTa with its masked-language-model head, a RoBERTa-PreLayerNorm (which is
             isoloss's `bert-pre-ln`) or an OPT, in any floating-point type.
@@ -183,7 +181,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
 
 
 def check_fits(small: Shape, large: Shape) -> None:
-    """Refuse a pair of shapes that the construction does not know how to fit together, with the sizes that would do."""
+    """Refuse two shapes that `expand` cannot fit together; the message names the sizes that fit."""
     reason = _misfit(small, large)
     if reason is None:
         return
@@ -298,7 +296,8 @@ def expand_mlp(mlp: nn.Sequential, factor: int) -> Expanded:
     stays. So hidden layers are `factor` copies divided by sqrt(factor), which rectifiers let through, and every
     parameter keeps its part of the Fisher's trace (`Part.trace_factor` is 1).
 
-    The layers are linear, with `nn.ReLU` or `nn.LeakyReLU` between them.
+    The layers are linear, with `nn.ReLU` or `nn.LeakyReLU` between them; there is at least one hidden layer, and
+    `factor` is at least 1.
     """
     if factor < 1:
         raise IsolossError(f"the factor is {factor}; it must be at least 1")

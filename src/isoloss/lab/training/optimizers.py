@@ -200,7 +200,7 @@ class Optimizer:
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Give the model the weights that are saved and measured, for a while: of `lawa` and the like, an average."""
+        """Give the model the weights that are saved and measured for a while: an average, with some optimizers."""
         trained = [p.detach().clone() for p in self.parameters] if self._averaging else []
         self.to_evaluated()
         try:

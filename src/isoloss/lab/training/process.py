@@ -65,7 +65,8 @@ def seed_dropout(seed: int, device: torch.device) -> None:
 def signals() -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether Ctrl-C or SIGTERM came; the second one is handled as if this were not here.
 
-    A signal that the process ignores stays ignored. Outside the main thread Python allows no handlers.
+    A signal that the process ignores stays ignored. Outside the main thread, where Python allows no handlers, no
+    signal is caught.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -109,8 +109,8 @@ def train(
         task_examples: The training set of a downstream task, for an algorithm that asks for one.
         measure: Called with the model in eval mode every `config.measure_every` steps, for the line of that step; it
             changes nothing in training.
-        validate: Called with "kl" or "loss", for which a stage has a target, and the model in eval mode, whenever
-            these are compared.
+        validate: Called with the quantity of a stage's target, "kl" or "loss", and the model in eval mode, whenever the
+            target is checked.
 
     Raises:
         IsolossError: A config, language or callable that cannot be trained with; a directory of another config, in use,
@@ -552,7 +552,7 @@ def is_complete(run: Run, config: TrainConfig, group: ProcessGroup) -> bool:
 
 
 class Stages:
-    """The stages of a run; one without stages has one, itself. An index counts from 0, a step from the start."""
+    """The stages of a run; a run without stages has one, itself. An index counts from 0, a step from the start."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config

@@ -17,7 +17,8 @@ from isoloss.studies import results as study_results
 from isoloss.studies.claims import Contrast
 from isoloss.studies.results import Checkpoint, CheckpointEstimate, Pair, Results, difference, loss_key
 
-MIN_LANGUAGES = 3  # of several, that have a pair; and at least half of the models
+# that must have a pair (all, if there are fewer); at least half of the units must have one, too
+MIN_LANGUAGES = 3
 
 
 class Model(NamedTuple):
@@ -44,7 +45,7 @@ class DatasetResults:
         return self.results.at(unit.run(arm), step)
 
     def ends(self, arm: str, step: int | None = None) -> list[Checkpoint]:
-        """Return what was measured at a step, by default the last, by unit."""
+        """Return the run's checkpoint at a step, by default its last, for each unit."""
         return [self.at(unit, arm, step) for unit in self.units]
 
     def end(self, unit: Unit, arm: str, step: int | None = None) -> Checkpoint:
@@ -191,7 +192,7 @@ def interpolated_control(controls: Sequence[Checkpoint], treated: Checkpoint) ->
 
 
 def last_enclosed(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -> Pair | None:
-    """Return the last of the first whose loss two neighbors among the second enclose, and these, interpolated."""
+    """Return the last of `firsts` whose loss lies between two neighbors in `seconds`, and these interpolated there."""
     for first in reversed(firsts):
         if (pair := interpolated_control(seconds, first)) is not None:
             return pair[1], pair[0]
@@ -348,7 +349,7 @@ def contrasts(results: Results) -> Mapping[str, Sequence[Contrast]]:
 
 
 def _contrast(data: DatasetResults, comparison: Comparison) -> Contrast:
-    """Return the contrast of the units that have a pair; one that says why not, where too few have."""
+    """Return the contrast of the units that have a pair; if too few have one, it says why it is not tested."""
     units, names = data.units, comparison.names
     pairs = {unit.prefix: pair for unit in units if (pair := comparison.pair(data, unit)) is not None}
     by_unit = dict(zip([unit.prefix for unit in units], clusters_of(units), strict=True))

@@ -64,7 +64,7 @@ SHOWN: Mapping[str, Shown] = {
 
 
 def cooldown_run(arm: str, step: int, length: int = 0) -> str:
-    """Return the name of the cooldown that follows a step of a run; of another length than all, if one is given."""
+    """Return the name of the cooldown run after a step of an arm; `length` is given if it is not the usual one."""
     return f"{arm}-{step}-cooldown{f'-{length}' if length else ''}"
 
 
@@ -171,7 +171,7 @@ class Dataset:
 
     @property
     def expands_cooled(self) -> bool:
-        """Whether sizes are expanded after a cooldown; not those of Table 4, which are so only for being expanded."""
+        """Whether sizes are expanded after a cooldown; those of Table 4 are trained only to be expanded."""
         return bool(self.cooldowns and not self.expanded)
 
     @property
@@ -194,12 +194,12 @@ class Dataset:
         return ("loss", *gap, *self.traces, *self.tasks.values())
 
     def of_tasks(self, kind: str, number: str = "") -> tuple[str, ...]:
-        """Return another measure than the probe of each task."""
+        """Return the measure of each task of another kind than `probe`, such as `few-shot`."""
         return tuple(f"{kind}-{key.removeprefix('probe-')}{number}" for key in self.tasks.values())
 
     @property
     def projected_probes(self) -> tuple[str, ...]:
-        """The probes on as many features for all sizes."""
+        """The probes on features that are projected to one width for all sizes."""
         return self.of_tasks("projected", f"-{self.projected}") if self.projected else ()
 
     @property
@@ -252,7 +252,7 @@ class Dataset:
                 continue
             config = self._config(unit, **{"model": self.sizes[self.main], **arm.changes})
             runs[name] = self._run(unit, config, arm.title, self.watched, shown_in=arm.shown_in)
-            # after the step from which the control's cooldown starts, too: as long as the control has trained
+            # one cooldown starts at the step from which the control's starts: both have then trained equally long
             for step in self.steps_before_cooldown(name):
                 runs[cooldown_run(name, step)] = self._cooldown(unit, name, step, config, arm.title, self.arm_measures)
         return runs
@@ -482,7 +482,7 @@ class Costs:
         self._activation_bytes: float = tokens.length * activations + tokens.predicted * 8 * tokens.vocab_size
 
     def micro_batch_size(self, batch_size: int) -> int:
-        """Return how many sentences a process computes on at once: the most, by halving, that keep to the memory."""
+        """Return how many sentences a process computes on at once: the most, by halving, that fit."""
         size = batch_size // self.needs.processes
         while size > 1 and size * self._activation_bytes > MICRO_BATCH_BYTES:
             size //= 2

@@ -83,7 +83,7 @@ def downstream_inputs(length: int) -> Inputs:
 
 
 def each_bracket_hidden(language: Brackets) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return every sentence T times, (T C(T, T/2), T), and with it bool, true at one of its brackets each time."""
+    """Return every sentence T times, (T C(T, T/2), T), and a mask that hides another bracket each time."""
     sentences = all_sentences(language)[0].tokens
     hidden = torch.eye(language.length, dtype=torch.bool).repeat(len(sentences), 1)
     return sentences.repeat_interleave(language.length, dim=0), hidden
@@ -119,7 +119,7 @@ class Flatness:
 
     @property
     def off_conditions(self) -> float:
-        """How far the factor that is farthest from 1 is from it."""
+        """The largest distance of a factor from 1."""
         return max(abs(each - 1) for each in (self.heads, self.balance, self.cancellation, self.evenness))
 
 

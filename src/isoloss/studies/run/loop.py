@@ -118,7 +118,10 @@ class Loop:
                 time.sleep(WAIT_SECONDS)
 
     def take(self, fits: Callable[[Resources], bool] = lambda _: True) -> Attempt | None:
-        """Return an attempt at the first unit that can start now and whose needs fit; None: there is none."""
+        """Return an attempt at the first unit that can start now; None: there is none.
+
+        `fits` says whether the executor has room for a unit with these needs.
+        """
         for unit in () if self._has_to_stop else self._open():
             is_due = self._not_before.get(unit.name, 0.0) <= time.monotonic()
             if is_due and fits(unit.needs) and (attempt := self._take(unit)):
@@ -159,9 +162,10 @@ class Loop:
         return attempt
 
     def finish(self, attempt: Attempt, status: int, *, stopped: bool = False) -> None:
-        """Record how the command of an attempt ended, by its exit status, and publish what it made.
+        """Record how the command of an attempt ended, and publish what it made.
 
-        If the executor `stopped` it, or lost its machine, and its unit is not done, that is no failure.
+        `status` is the command's exit status, negative for a signal. If the executor `stopped` the command, or lost its
+        machine, a unit that is not done has not failed.
         """
         unit = attempt.unit
         del self._held[unit.name]

@@ -22,7 +22,7 @@ _UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 
 
 def report(seconds: float) -> None:
-    """Write what this process, which has run for some seconds, used; if the environment names a file for it."""
+    """Write what this process has used in its `seconds`, if the environment names a file for it."""
     if not (name := os.environ.get(USAGE)):
         return
     used = {

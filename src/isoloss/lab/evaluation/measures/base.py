@@ -150,7 +150,7 @@ class FunctionMeasure(Measure):
         return None if check is None else check(self, context)
 
     def __call__(self, model: Any, batches: Any = (), **options: Any) -> MeasureResult:
-        """Return what the function finds of a model on batches; `options` are its arguments that are no settings."""
+        """Return what the function finds of a model on batches; `options` are the arguments that are not settings."""
         names = inspect.signature(self.function).parameters
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
         positional = (model, batches) if "batches" in names else (model,)
@@ -174,7 +174,7 @@ class FunctionMeasure(Measure):
         return dataclasses.replace(result, inputs=digest_batches(inputs.batches))
 
 
-# a function's arguments that are no settings: those of `MeasureOptions`, which `**options` takes, and others
+# a function's arguments that are not settings: those of `MeasureOptions`, which `**options` takes, and others
 _OPTIONS = ("causal", "rtol", "seconds", "progress")
 _FILLED = (*_OPTIONS, "auxiliary_sample", "language", "checkpoint", "objective", "context")
 

@@ -82,7 +82,7 @@ def flatness_measure(name: str, settings: Mapping[str, Any] | None = None) -> Fu
         raise IsolossError(f"no measure {name!r}{guess} the measures of flatness are {', '.join(known)}") from None
     measure = make_measure(name, settings)
     if not isinstance(measure, FunctionMeasure) or not measure.is_of_flatness:
-        raise IsolossError(f"{name} is no measure of flatness, and isoloss measure takes it: choose {', '.join(known)}")
+        raise IsolossError(f"{name} is not a measure of flatness: choose {', '.join(known)}, or use isoloss measure")
     return measure
 
 

@@ -190,7 +190,7 @@ def _task_of(entry: Any, task: str) -> str:
 
 
 def _sampled(result: TransferResult) -> tuple[Estimate, dict[str, Any]]:
-    """Return the accuracy; and each classifier's class of each test example, and the labels, in as few bytes as fit."""
+    """Return the accuracy, and the predicted classes and labels in the smallest integer type that holds them."""
     import numpy as np
 
     small = np.min_scalar_type(len(result.classes) - 1)
