@@ -56,6 +56,7 @@ UNFIT = {  # changes of a document, and what is said of each; none of them fits 
     "steps is '100'; it must be a whole number, at least 1": {"steps": "100"},
     "steps is 0; it must be at least 1": {"steps": 0},
     "steps is 1.5; it must be a whole number, at least 1": {"steps": 1.5},
+    "steps is True; it must be at least 1": {"steps": True},
     "checkpoints is 3; it must be a list, each a whole number": {"checkpoints": 3},
     "model is 3; it must be a table of settings": {"model": 3},
     "precision is 'float16'; it must be one of float32, bfloat16": {"precision": "float16"},

@@ -7,7 +7,7 @@ import pytest
 from known_study import judged, known_results, verdicts
 
 from isoloss import config as configs
-from isoloss.paper.brackets import SCALES, SHAM, STUDY, TARGET_KL, answer, compared, parts, tables
+from isoloss.paper.brackets import BASE, SCALES, SHAM, STUDY, TARGET_KL, answer, compared, parts, tables
 from isoloss.studies.claims import Verdict
 
 LAPTOP = SCALES["laptop"]
@@ -35,6 +35,8 @@ def test_the_sham_differs_from_a_penalty_by_its_weight_alone():
     penalty, sham = (LAPTOP.experiments[unit.run(arm)].config.stages[0] for arm in ("penalty-0.001", SHAM))
     assert (penalty.algorithm.weight, sham.algorithm.weight) == (0.001, 0.0)
     assert {run.config.stages[-1].target_kl for run in LAPTOP.experiments.values()} == {TARGET_KL}
+    # the base is measured untrained, too
+    assert [part.steps for part in LAPTOP.experiments[unit.run(BASE)].measurements] == [("last",), (0,)]
     assert configs.to_dict(penalty) == {
         **configs.to_dict(sham),
         "algorithm": configs.to_dict(penalty)["algorithm"],

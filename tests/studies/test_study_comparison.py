@@ -45,6 +45,24 @@ def test_a_difference_is_that_of_the_differences_of_each_sentence():
     assert halved.stderr == pytest.approx((a - 0.5 * b).std(ddof=1) / math.sqrt(2000), rel=1e-5)
 
 
+def test_the_interval_of_a_difference_holds_the_truth_as_often_as_it_says():
+    g, draws, n, hits, unpaired = np.random.default_rng(1), 1000, 20, 0, 0
+    for _ in range(draws):
+        shared = g.exponential(size=n)
+        pair = [shared + 0.3 * g.normal(size=n) for _ in "ab"]
+        errors = [values.std(ddof=1) / math.sqrt(n) for values in pair]
+        moved = difference(
+            *(
+                known.measured(values.mean(), error, influence=values - values.mean())
+                for values, error in zip(pair, errors, strict=True)
+            )
+        )
+        hits += moved.ci95[0] <= 0 <= moved.ci95[1]
+        unpaired += abs(moved.value) <= 1.96 * math.hypot(*errors)
+    assert abs(hits / draws - 0.95) < 4 * math.sqrt(0.95 * 0.05 / draws)
+    assert unpaired / draws > 0.99  # the sum of two errors is far too wide
+
+
 def test_differences_of_accuracies_are_in_points_and_paired_over_the_examples():
     later, earlier = known.accuracy(0.55), known.accuracy(0.5)
     moved = difference(later, earlier)

@@ -94,6 +94,15 @@ def test_other_layers_the_mean_and_single_tokens() -> None:
         torch.testing.assert_close(row, tokens_states[:length].mean(0), rtol=1e-5, atol=1e-5)
 
 
+def test_extract_leaves_the_model_as_it_was() -> None:
+    model = bert()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    extract(model, varied())
+    assert not model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
 def test_bad_input_is_named() -> None:
     model, sentences = bert(), varied()
     with pytest.raises(IsolossError, match="no layer 3: the model has hidden states 0 to 2"):

@@ -68,6 +68,10 @@ def test_what_is_built_for_a_language(architecture, kind, positions):
     assert not embedding[32].any()
     assert model.get_output_embeddings().weight is embedding
     assert {value for name, value in config.to_dict().items() if "dropout" in name and value} == {0.2}
+    bert = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
+    own = {"bert": bert, "bert-pre-ln": bert, "opt": {"do_layer_norm_before": True}}.get(architecture, {})
+    assert own.items() <= config.to_dict().items()
+    assert getattr(model.base_model, "pooler", None) is None
 
 
 @pytest.mark.parametrize("architecture", KINDS)

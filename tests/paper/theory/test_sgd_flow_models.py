@@ -12,7 +12,8 @@ from isoloss.paper.theory import sgd_flow as module
 from isoloss.paper.theory.bartlett import EnumerableModel, curvature, softmax_model
 from isoloss.paper.theory.sgd_flow import Flow, MaskedLM, Minimizers, TwoParameters, simulate
 
-PROBLEMS = [TwoParameters(0.7, 2.0), TwoParameters(0.7, 0.4), TwoParameters(0.2, -1.5)]
+# where p is 1/2, the minimizers are the axes
+PROBLEMS = [TwoParameters(0.7, 2.0), TwoParameters(0.7, 0.4), TwoParameters(0.2, -1.5), TwoParameters(0.5, 0.3)]
 
 
 def numerical(problem):
