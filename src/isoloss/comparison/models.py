@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isoloss.comparison.verdict import TraceComparison, Verdict, in_digits, verdict
+from isoloss.comparison.verdict import REASONS, TraceComparison, Verdict, in_digits, verdict
 from isoloss.flatness.robustness import ROBUSTNESS
 from isoloss.statistics.estimate import accuracy_bounds, html_table, interval, number, samples_of
 from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, all_within, mcnemar, p_value
@@ -45,21 +45,6 @@ _STATES = {
     "concatenate": "all tokens",
 }
 _BRIEF = ("loss", "trace", "minimal-trace", "int4_rise", "noise_10%_rise")
-
-
-_REASONS = {
-    "weights": "identical weights",
-    "function": "one function with different weights",
-    "parameters": "different architectures",
-    "loss": "the losses differ",
-    "loss open": "the losses are not shown to be the same",
-    "no minimal trace": "there is no minimal trace",
-    "gauges": "the minimal traces have different conventions",
-    "rare": "one input makes up much of the error",
-    "open": "the errors are too large",
-    "near": "the traces are too near to each other",
-    "disagree": "trace and minimal trace disagree",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +165,7 @@ class ModelComparison(TraceComparison):
             parts.append(f"{TITLES[trace]} of {names[one]} {in_digits(times)} times {beside}, {ends}")
         if found.flattest is not None:
             return Answer(question="Flatter?", answer=names[found.flattest], detail="; ".join(parts), holds=True)
-        reason = _REASONS[found.reasons[0]]
+        reason = REASONS[found.reasons[0]]
         return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
 
     def _more_robust(self) -> Answer:

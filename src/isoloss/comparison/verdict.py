@@ -47,6 +47,19 @@ Reason = Literal[
     "disagree",
     "rare",
 ]
+REASONS: Mapping[Reason, str] = {  # why no model is called the flattest, in a few words
+    "weights": "identical weights",
+    "function": "one function with different weights",
+    "parameters": "different architectures",
+    "loss": "the losses differ",
+    "loss open": "the losses are not shown to be the same",
+    "no minimal trace": "there is no minimal trace",
+    "gauges": "the minimal traces have different conventions",
+    "open": "the errors are too large",
+    "near": "the traces are too near to each other",
+    "disagree": "trace and minimal trace disagree",
+    "rare": "one input makes up much of the error",
+}
 
 # of two models: the 95 % interval of their difference then ends before 0
 _SURE = 0.975  # the probability from which a model's trace is the smallest
@@ -61,11 +74,7 @@ class Verdict:
 
     Attributes:
         flattest: The model's name; None: it cannot be said.
-        reasons: Why it cannot: the models have the same `weights` or compute the same `function`, they have different
-            `parameters` or architectures, their `loss` differs by more than the margin, the `loss open`: it takes more
-            inputs to tell whether they differ, there is `no minimal trace`, the models' minimal traces have different
-            `gauges`, an input is so `rare` that it makes up much of an error, a measure leaves `open` which is the
-            smallest, two traces are too `near`: their ratio is below what counts, or the two measures `disagree`.
+        reasons: Why it cannot, by the names in `REASONS`.
         text: The verdict in words, with what to do next.
     """
 

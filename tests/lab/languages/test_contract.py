@@ -398,6 +398,29 @@ def test_an_impossible_sentence_is_named_by_its_row(name):
                 getattr(language, method)(tokens, lengths, **options)
 
 
+class Coins(ExactLanguage):
+    """One to three tosses of a coin, from `_probabilities` alone."""
+
+    def __init__(self):
+        self.max_length, self.device, self.dtype = 3, torch.device("cpu"), torch.float64
+        self.set_vocabulary(("heads", "tails"))
+
+    def sample(self, n, *, generator=None, latent=False):
+        raise NotImplementedError
+
+    def _probabilities(self, ids, positions):
+        return torch.tensor([0.25, 0.75], dtype=self.dtype).expand(*positions.shape, 2).clone()
+
+
+def test_probabilities_alone_give_0_at_padding():
+    tokens, lengths = torch.zeros(3, 5).long(), torch.tensor([1, 3, 2])
+    is_token = torch.arange(5) < lengths[:, None]
+    logs = Coins().log_conditionals(tokens, lengths)
+    assert torch.equal(logs, is_token[..., None] * torch.tensor([0.25, 0.75], dtype=torch.float64).log())
+    entropy = 2 * math.log(2) - 0.75 * math.log(3)
+    torch.testing.assert_close(Coins().conditional_entropy(tokens, lengths), is_token * entropy, check_dtype=False)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -22,17 +22,13 @@ class Dice(ExactLanguage):
         rolls = torch.multinomial(self.probs, n * self.max_length, True, generator=cpu_generator(n, generator))
         return Sentences(rolls.view(n, self.max_length), torch.full((n,), self.max_length))
 
-    def log_prob(self, tokens, lengths, *, mask=None):
-        log_probs = self.probs.log()[tokens.clamp(max=self.vocab_size - 1)]
-        return log_probs.sum(1) if mask is None else log_probs.masked_fill(mask, 0).sum(1)
+    # ids and lengths are checked; the id `vocab_size`, with probability 1 here, stands for an unknown or absent token
 
-    def log_conditionals(self, tokens, lengths, *, mask=None, positions=None):
-        shape = tokens.shape if positions is None else positions.shape
-        return self.probs.log().expand(*shape, self.vocab_size).clone()
+    def _log_prob(self, ids, lengths):
+        return torch.nn.functional.pad(self.probs, (0, 1), value=1.0).log()[ids].sum(1)
 
-    def conditional_entropy(self, tokens, lengths, *, mask=None, positions=None):
-        shape = tokens.shape if positions is None else positions.shape
-        return torch.special.entr(self.probs).sum().expand(shape).clone()
+    def _probabilities(self, ids, positions):
+        return self.probs.expand(*positions.shape, self.vocab_size).clone()
 
     def labeling(self, name):
         if name != "total":

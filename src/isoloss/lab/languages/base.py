@@ -405,18 +405,23 @@ class ExactLanguage(Language):
         raise NotImplementedError
 
     def _probabilities(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return (n, k, V): the conditionals at (n, k) positions, as probabilities."""
+        """Return (n, k, V): the conditionals at (n, k) positions, as probabilities in a tensor of its own.
+
+        At a position in the padding, any numbers.
+        """
         raise NotImplementedError
 
     def _log_conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
         """Return (n, k, V), as `log_conditionals`, at (n, k) positions; None: (n, T, V) at all."""
-        return batches.clamped_log_(self._probabilities(ids, batches.or_all(positions, ids)))
+        logs = batches.clamped_log_(self._probabilities(ids, batches.or_all(positions, ids)))
+        return logs if positions is not None else batches.zero_padding_(logs, lengths)
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Return (n, k), as `conditional_entropy`, at (n, k) positions; None: (n, T) at all."""
-        return batches.entropies(self._probabilities(ids, batches.or_all(positions, ids)))
+        values = batches.entropies(self._probabilities(ids, batches.or_all(positions, ids)))
+        return values if positions is not None else batches.zero_padding_(values, lengths)
 
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
         """Return (n, T, V), as `log_next`: here by one pass for each position, with all that follows unknown."""

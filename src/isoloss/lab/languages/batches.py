@@ -144,6 +144,14 @@ def entropies(probs: torch.Tensor) -> torch.Tensor:
     return clamped_log_(probs.clone()).mul_(probs).sum(dim=-1).neg_().clamp_(min=0).abs_()
 
 
+def zero_padding_(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Set the (n, T, ...) values behind each sentence to 0."""
+    behind = torch.arange(values.shape[1], device=values.device) >= lengths[:, None]
+    if behind.any():
+        values[behind] = 0
+    return values
+
+
 def put(out: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
     """Set some rows of `out`, or the first positions of these; on the CPU by numpy, which moves rows whole."""
     if part.dim() == 1:
