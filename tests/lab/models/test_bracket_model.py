@@ -77,7 +77,7 @@ def test_its_ids_are_those_of_the_language():
         PLUS: [0, 1],
         MINUS: [0, -1],
     }
-    with pytest.raises(IsolossError, match=r"bracket-attention reads the language hidden-bracket, not Brackets\(4"):
+    with pytest.raises(IsolossError, match=r"bracket-attention reads the language hidden-bracket, not Brackets$"):
         make_model(ModelConfig(architecture="bracket-attention"), Brackets(4), seed=0)
 
 

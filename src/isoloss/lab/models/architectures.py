@@ -506,7 +506,7 @@ class _BracketAttention(Architecture):
         from isoloss.lab.languages.hidden_bracket import HiddenBracket
 
         if not isinstance(language, HiddenBracket):
-            raise IsolossError(f"bracket-attention reads the language hidden-bracket, not {language!r}")
+            raise IsolossError(f"bracket-attention reads the language hidden-bracket, not {type(language).__name__}")
         return super().build(config, language, seed=seed)
 
     def num_parameters(self, shape: BracketShape, vocab_size: int, max_length: int, *, pad_id: int = 0) -> int:
