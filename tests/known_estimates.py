@@ -1,5 +1,6 @@
 """Estimates of known values, and the files of a finished study that holds them."""
 
+import dataclasses
 import hashlib
 import itertools
 
@@ -37,9 +38,8 @@ def measured(value, stderr=0.001, *, influence=None):
     if influence is None:
         wave = np.cos(2 * np.pi * (next(_numbers) % (CLUSTERS // 2 - 1) + 1) * np.arange(CLUSTERS) / CLUSTERS)
         influence = wave * stderr * np.sqrt(2 * (CLUSTERS - 1))
-    return CheckpointEstimate.of(
-        estimate(value, stderr), **ON, examples={"influence": np.asarray(influence, np.float32)}
-    )
+    found = dataclasses.replace(estimate(value, stderr), samples=len(influence))
+    return CheckpointEstimate.of(found, **ON, examples={"influence": np.asarray(influence, np.float32)})
 
 
 def accuracy(share, *, stderr=0.005):

@@ -347,8 +347,9 @@ class Run:
     def examples(self, evaluation: Evaluation) -> dict[str, Any]:
         """Return what each example adds to an evaluation, as numpy arrays by name.
 
-        `<estimate>.influence`, (n,): for each of n independent examples its part of the error, such that the squared
-        standard error is the sum of the squares over n (n - 1). For an accuracy instead `<estimate>.predictions`,
+        `<estimate>.influence`, (n + r,): for each of n independent examples, the `samples` of the estimate, its part of
+        the error, such that the squared standard error is the sum of the squares over n (n - 1); a trace has r more
+        parts, for the sample of its control variates. For an accuracy instead `<estimate>.predictions`,
         (S, n), the class that each of S probes gives to each of n test examples, and `<estimate>.labels`, (n,). For the
         effective dimension also `<estimate>.gram`, the upper triangle of the Gram matrix of the features.
 

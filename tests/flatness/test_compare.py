@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import small_models
 import torch
+import transformers
 from dense_curvature import batch_of, windows
 
 from isoloss.comparison import traces
@@ -124,6 +125,21 @@ def test_a_model_differs_from_itself_by_nothing():
             assert (difference.value, difference.stderr) == (0, 0)
         assert found.ratio("trace", *pair) == (1, (1, 1))
     assert list(found.probability_of_smallest("trace").values()) == pytest.approx([1 / 3] * 3)
+
+
+def test_a_model_differs_from_itself_by_nothing_in_packed_rows_either():
+    """Documents that separators show lie in blocks, and here the error over documents is the larger one."""
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.randint(1, 50, (60, 16)).masked_fill(torch.rand(60, 16) < 0.08, 0)
+    found = compare({"a": model, "b": copy.deepcopy(model)}, [{"input_ids": tokens, "labels": tokens}])
+    for name in ("loss", "trace"):
+        difference = found.difference(name, "a", "b")
+        assert (difference.value, difference.stderr) == (0, 0)
+    assert found.verdict().reasons == ("weights",)
 
 
 def test_paired_errors_agree_with_repetitions_and_are_far_below_unpaired_ones():

@@ -399,7 +399,9 @@ def test_an_error_over_blocks_is_that_of_the_sums_of_residuals_where_it_is_the_l
         by_parameter = ((blocks - 1) / blocks * moves.square().sum(dim=0)).sqrt()
         expected = torch.maximum(by_parameter, plain.by_parameter_stderr)
         np.testing.assert_allclose(found.by_parameter_stderr, expected, rtol=1e-10)
-        torch.testing.assert_close(found.influence, moves.sum(dim=1) * (blocks - 1))
+        # scaled to the error that is stated, so that a difference has that error, too, and a copy none
+        scale = found.stderr / ((blocks - 1) / blocks * moves.sum(dim=1).square().sum()).sqrt()
+        torch.testing.assert_close(found.influence, scale * moves.sum(dim=1) * (blocks - 1))
         columns = filled(a, m, none).columns(labels).weighted(torch.ones(3))
         assert columns[:2] == pytest.approx((found.value, found.stderr), rel=1e-12)
 

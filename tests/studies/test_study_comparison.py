@@ -1,5 +1,6 @@
 """Differences, means over seeds and what they say to a claim, on known numbers, against scipy and by brute force."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -43,6 +44,18 @@ def test_a_difference_is_that_of_the_differences_of_each_sentence():
     halved = difference(*measures, factor=0.5)
     assert halved.value == pytest.approx((a - 0.5 * b).mean())
     assert halved.stderr == pytest.approx((a - 0.5 * b).std(ddof=1) / math.sqrt(2000), rel=1e-5)
+
+
+def test_a_difference_of_traces_counts_the_samples_not_the_rows_of_the_influence():
+    """As `isoloss.compare` does: behind the samples, a trace's influence has rows for its control variates."""
+    g = np.random.default_rng(0)
+    rows, n = g.normal(size=(2, 25)), 20
+    of = [
+        dataclasses.replace(known.measured(1.0, influence=row), samples=n, examples={"influence": row}) for row in rows
+    ]
+    found = difference(*of)
+    assert found.samples == n
+    assert found.stderr == pytest.approx(math.sqrt(((rows[0] - rows[1]) ** 2).sum() / (n * (n - 1))))
 
 
 def test_the_interval_of_a_difference_holds_the_truth_as_often_as_it_says():

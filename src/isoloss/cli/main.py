@@ -38,7 +38,7 @@ SUBCOMMANDS = {
 }
 
 GOES_ON = {  # what is said of an interruption, before the command that was interrupted
-    "train": "; the checkpoints are kept. To go on:",
+    "train": "; what was saved is kept. To go on:",
     "measure": "; what was measured of runs is kept. To go on:",
     "study": "; what was done is kept. The same command goes on:",
 }

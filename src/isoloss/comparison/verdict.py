@@ -303,15 +303,18 @@ def verdict(
     """
     at_least("min_ratio", min_ratio, 1)
     names = names or {model: model for model in comparison.models}
-    weights = comparison.weights
+    weights, architectures = comparison.weights, comparison.architectures
     originals: dict[str, str] = {}  # the first model that is the same as a model, or itself
     copies: dict[Reason, list[str]] = {"weights": [], "function": []}
+
+    def are_one(one: str, other: str) -> bool:
+        # another config makes another function of the same weights, however near the losses of small weights are
+        is_other_function = weights[one] == weights[other] and architectures[one] != architectures[other]
+        return not is_other_function and _is_rounding(comparison.difference("loss", one, other))
+
     for name in weights:
-        other = next(
-            (one for one in originals.values() if _is_rounding(comparison.difference("loss", one, name))), name
-        )
+        other = next((one for one in originals.values() if are_one(one, name)), name)
         originals[name] = other
-        # not by the same weights alone: another config makes another function of them
         if other != name:
             reason: Reason = "weights" if weights[other] == weights[name] else "function"
             copies[reason].append(f"{names[other]} and {names[name]}")

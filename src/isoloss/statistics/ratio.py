@@ -298,10 +298,15 @@ class _Clusters:
     def influence(
         self, sums: torch.Tensor, beta: torch.Tensor, slopes: torch.Tensor, value: float
     ) -> tuple[float, torch.Tensor]:
-        """Return the error and the influence (G + r,) of a ratio with sums (N,), coefficients (F, C), slopes (r,)."""
+        """Return the error and the influence (G + r,) of a ratio with sums (N,), coefficients (F, C), slopes (r,).
+
+        Where the error is that over the clusters, the influence of the blocks is scaled to it. So a paired difference
+        has the larger error, too, and that of a model and its copy is 0.
+        """
         residuals = sums - (beta[self.folds] * self.controls).sum(dim=1) - value * self.positions
         influence = self.influence_of(residuals[:, None], slopes[:, None])
-        return float(self.stderr(residuals[:, None], slopes[:, None], influence)), influence[:, 0]
+        stderr = float(self.stderr(residuals[:, None], slopes[:, None], influence))
+        return stderr, scaled_to(stderr, influence[:, 0], self.samples)
 
     def influence_of(self, residuals: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
         """Return (G + r, K): the influences of ratios with residuals (N, K) and slopes (r, K)."""
@@ -316,6 +321,12 @@ class _Clusters:
         of_clusters = by_leaving_out(residuals, self.positions).square().sum(dim=0) / (n * (n - 1))
         of_clusters += (self.root.T @ slopes).square().sum(dim=0)
         return torch.maximum(influence.square().sum(dim=0) / (g * (g - 1)), of_clusters).sqrt()
+
+
+def scaled_to(stderr: float, influence: torch.Tensor, samples: int) -> torch.Tensor:
+    """Return the influence of n samples, scaled so that its squares over n (n - 1) add up to the squared error."""
+    own = math.sqrt(float(influence.square().sum()) / (samples * (samples - 1)))
+    return influence * (stderr / own) if own > 0 else influence
 
 
 class Weighted(NamedTuple):

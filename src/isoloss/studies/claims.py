@@ -747,7 +747,7 @@ def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
         return "both exact: the verdict is on these two models, not on others that are trained alike"
     first, second = (checkpoint[key] for checkpoint in pairs[0])
     if not first.is_accuracy:
-        return f"paired over {len(first.examples['influence']):,} sentences"
+        return f"paired over {measured.samples:,} sentences"
     probes, examples = first.examples["predictions"].shape
     test = mcnemar(second.votes.numpy(), first.votes.numpy())
     return (

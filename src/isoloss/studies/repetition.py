@@ -165,7 +165,10 @@ def _claims(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[_Pa
 def _difference(document: Mapping[str, Any] | None) -> Estimate | None:
     if document is None:
         return None
-    return Estimate(**{key: document[key] for key in NUMBERS}, num_predictions=0, method="claim")
+    known = {key: document[key] for key in NUMBERS}
+    # of few unequal documents, the degrees of freedom are fewer than the documents
+    effective = document.get("effective_samples")
+    return Estimate(**known, effective_samples=effective, num_predictions=0, method="claim")
 
 
 def _cells(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[_Pair]:

@@ -288,8 +288,9 @@ def difference(later: CheckpointEstimate, earlier: CheckpointEstimate, *, factor
 
     Differences of accuracies are in percentage points; on sampled test examples, with the error of
     `isoloss.transfer.compare.accuracy_difference` over examples and probes. Otherwise the squared error is the sum
-    of (psi_i - factor psi'_i)^2 over n (n - 1), where psi_i and psi'_i are the influences of example i (or, for an
-    accuracy over all sentences, of draw i) on later and earlier. The difference of exact values is exact.
+    of (psi_i - factor psi'_i)^2 over n (n - 1), with n the `samples`, where psi_i and psi'_i are the influences of
+    example i (or, for an accuracy over all sentences, of draw i) on later and earlier. The difference of exact values
+    is exact.
 
     Raises:
         IsolossError: The two were not measured on the same examples with the same settings.
@@ -352,9 +353,10 @@ def _by_example(one: CheckpointEstimate) -> Estimate:
     if "influence" not in one.examples:
         return one
     influence = one.examples["influence"].astype(np.float64)
-    n = len(influence)
+    # not its length: that of a trace also has rows for the control variates' sample
+    n = one.samples
     stderr = math.sqrt(float(np.square(influence).sum()) / (n * (n - 1)))
-    return dataclasses.replace(one, samples=n, stderr=stderr, influence=influence)
+    return dataclasses.replace(one, stderr=stderr, influence=influence)
 
 
 def _in_points(found: Estimate) -> Estimate:

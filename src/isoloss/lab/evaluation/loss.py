@@ -370,12 +370,14 @@ def text_loss(
         )
         by_block = ratio.ratio_estimate(nats, counts, unit=UNIT, method=method)
         # the larger one of two errors: by chance that over the blocks, which are few, may be too small
+        stderr = max(loss.stderr, by_block.stderr)
+        assert by_block.influence is not None
         loss = dataclasses.replace(
             loss,
-            stderr=max(loss.stderr, by_block.stderr),
+            stderr=stderr,
             samples=by_block.samples,
             effective_samples=by_block.effective_samples,
-            influence=by_block.influence,
+            influence=ratio.scaled_to(stderr, torch.from_numpy(by_block.influence), by_block.samples).numpy(),
             details={**loss.details, "clusters": blocks.name},
         )
     return {"loss": loss}

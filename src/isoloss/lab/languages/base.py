@@ -496,13 +496,15 @@ class ExactLanguage(Language):
         """Return (n,) bool: whether each string of tokens is a sentence of the language.
 
         A string is not a sentence if no sentence has its length, even where `log_prob` takes it for the first tokens of
-        one.
+        one, or if it has an id that is not a token of the language.
         """
         probs = self.length_probs.to(lengths.device)
-        has_length = (lengths > 0) & (lengths <= self.max_length)
-        has_length &= probs[lengths.long().clamp(0, self.max_length)] > 0
+        may_be = (lengths > 0) & (lengths <= tokens.shape[1]) & (lengths <= self.max_length)
+        may_be &= probs[lengths.long().clamp(0, self.max_length)] > 0
+        is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None].to(tokens.device)
+        may_be &= (is_padding | ((tokens >= 0) & (tokens < self.vocab_size))).all(dim=1).to(may_be.device)
         out = torch.zeros(len(tokens), dtype=torch.bool)
-        rows = has_length.nonzero()[:, 0]
+        rows = may_be.nonzero()[:, 0]
         if len(rows):
             out[rows.cpu()] = self._is_possible(tokens[rows], lengths[rows]).cpu()
         return out

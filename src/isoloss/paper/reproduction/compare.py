@@ -205,7 +205,7 @@ def _by_example(one: CheckpointEstimate) -> CheckpointEstimate:
         return one
     # (S, n) predictions of S probes. Classes cannot be interpolated, fractions of probes that are right can
     correct = (one.examples["predictions"] == one.examples["labels"]).mean(axis=0)
-    return dataclasses.replace(one, examples={"influence": correct - correct.mean()})
+    return dataclasses.replace(one, samples=len(correct), examples={"influence": correct - correct.mean()})
 
 
 def _mixed(first: CheckpointEstimate, second: CheckpointEstimate, fraction: float) -> CheckpointEstimate:
