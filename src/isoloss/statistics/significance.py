@@ -198,8 +198,8 @@ def all_within(differences: Mapping[str, Estimate], margin: float) -> tuple[bool
 def largest_size(difference: Estimate, *, alpha: float = 0.05) -> float:
     """Return X such that the size of the true difference is below X with a confidence of at least 1 - alpha.
 
-    It is the larger of |d - t s| and |d + t s|, with t the 1 - alpha point of Student's t: the smallest margin for
-    which `equivalence` would be shown. Arguments are as for `equivalence`.
+    It is the larger of `abs(d - t s)` and `abs(d + t s)`, with t the 1 - alpha point of Student's t: the smallest
+    margin for which `equivalence` would be shown. Arguments are as for `equivalence`.
     """
     return max(map(abs, _interval(difference, alpha)))
 

@@ -59,9 +59,9 @@ def at_positions(
     trailing: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the results of `compute` at `positions`, (*positions.shape, *trailing).
+    """Return the results of `compute` at `positions`: `(*positions.shape, *trailing)`.
 
-    With `positions` None they are at all tokens, (n, T, *trailing), with 0 at padding.
+    With `positions` None they are at all tokens, `(n, T, *trailing)`, with 0 at padding.
 
     `compute(ids, lengths, positions)` takes ids no wider than the longest sentence, and (n, k) positions or None.
     """
