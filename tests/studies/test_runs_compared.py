@@ -145,7 +145,9 @@ def external(traces, seed_of=lambda seed: seed):
             config = ExternalCheckpoint(checkpoint=name, data="text.txt", seed=seed_of(seed))
             experiments[name] = Experiment(config=config, measurements=(MEASURED,), group=group)
             influence = (sentences[0] + (number + step) * sentences[1]).astype(np.float32)
-            one = CheckpointEstimate.of(dataclasses.replace(estimate(value, 1.0), samples=40), **ON, examples={"influence": influence})
+            one = CheckpointEstimate.of(
+                dataclasses.replace(estimate(value, 1.0), samples=40), **ON, examples={"influence": influence}
+            )
             checkpoints[name, 0] = {"trace": one}
     return Comparison(Known(Scale(description="", experiments=experiments), checkpoints, Path()))
 
