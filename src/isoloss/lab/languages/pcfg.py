@@ -239,7 +239,8 @@ class PCFG(ExactLanguage):
 
         def compute(rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:
             scores, log_mass = self._engine.prefix_outside(ids[rows, :length], longest=longest)
-            return self._clamped(batches.clamped_log_(scores @ emission)), log_mass.amin(dim=1)
+            logs = batches.clamped_log_(scores @ emission)  # of no less than float64's floor
+            return logs if self.dtype == torch.float64 else self._clamped_(logs), log_mass.amin(dim=1)
 
         shape = (*ids.shape, self.vocab_size)
         return self._by_length(compute, lengths, shape, lambda length: self._engine.chunk(longest or length))
@@ -260,13 +261,13 @@ class PCFG(ExactLanguage):
             either = torch.logaddexp(goes_on, ends)
             tokens_next = batches.clamped_log_(scores.nan_to_num() @ emission) + (goes_on - either)[..., None]
             logs = torch.cat([tokens_next, (ends - either)[..., None]], dim=2)
-            return self._clamped(logs), either.amin(dim=1)
+            return self._clamped_(logs), either.amin(dim=1)
 
         shape = (len(ids), ids.shape[1] + 1, self.vocab_size + 1)
         return self._by_length(compute, lengths, shape, lambda _: self._engine.chunk(self.max_length))
 
-    def _clamped(self, logs: torch.Tensor) -> torch.Tensor:
-        return logs.clamp(min=math.log(torch.finfo(self.dtype).tiny))
+    def _clamped_(self, logs: torch.Tensor) -> torch.Tensor:
+        return logs.clamp_(min=math.log(torch.finfo(self.dtype).tiny))
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         out = torch.zeros((ids if positions is None else positions).shape, dtype=self.dtype, device=self.device)
