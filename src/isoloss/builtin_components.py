@@ -79,6 +79,9 @@ MEASURES = {
         "int4-rise": "int4_rise",
         "barrier": "barrier",
         "directional-sharpness": "directional_sharpness",
+        "critical-sharpness": "critical_sharpness",
+        "gradient-noise-scale": "gradient_noise_scale",
+        "gradient-agreement": "gradient_agreement",
         "squared-norm": "squared_norm",
     },
     "isoloss.lab.evaluation.measures.transfer": {
