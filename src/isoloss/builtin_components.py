@@ -83,6 +83,7 @@ MEASURES = {
         "int4-asymmetric-32-rise": "int4_asymmetric_32_rise",
         "int4-gptq-rise": "int4_gptq_rise",
         "nf4-rise": "nf4_rise",
+        "noise-rise": "noise_rise",
         "barrier": "barrier",
         "directional-sharpness": "directional_sharpness",
         "squared-norm": "squared_norm",

@@ -199,6 +199,7 @@ VALUES = {
     "adaptive-sharpness": estimated(sam_sharpness, adaptive=True),
     "noise-sharpness": noise,
     **{f"{name}-rise": rise(rounding) for name, rounding in FORMATS.items()},
+    "noise-rise": noise,
     "barrier": barrier,
 }
 

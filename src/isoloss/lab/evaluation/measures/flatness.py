@@ -381,6 +381,16 @@ int4_gptq_rise = _rise_of("int4-gptq", "the symmetric grid of GPTQ: 4 bits, 128 
 nf4_rise = _rise_of("nf4", "NF4 in blocks of 64 (bitsandbytes, without double quantization)")
 
 
+def noise_rise(
+    model: Any, batches: Any, *, seed: int = 0, causal: bool | None = None, progress: Any = None
+) -> Estimate:
+    """Rise of the loss under noise of 10 % of each tensor's root mean square, in pairs of opposite sign."""
+    from isoloss.flatness import Noise, loss_rises
+
+    change = Noise(relative_std=0.1, seed=seed)
+    return loss_rises(model, batches, {"noise": change}, causal=causal, progress=progress)["noise"]
+
+
 def _why_no_barrier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
     named = getattr(measure, "barrier_with")  # noqa: B009 - a setting
     return None if named else "barrier_with names no other checkpoint"
