@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from isoloss.flatness.barrier import interpolation_barrier
     from isoloss.flatness.directional import critical_sharpness, directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
+    from isoloss.flatness.formats import Rounding
     from isoloss.flatness.gradients import gradient_agreement, gradient_noise_scale
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.norms import (
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         squared_parameter_norm,
         weighted_fisher_trace,
     )
-    from isoloss.flatness.robustness import Noise, Rounding, loss_rises
+    from isoloss.flatness.robustness import Noise, loss_rises
     from isoloss.flatness.sharpness import noise_sharpness, sam_sharpness
     from isoloss.flatness.spectrum import SpectralDensity, largest_eigenvalues, spectral_density
     from isoloss.flatness.trainer_callback import FlatnessCallback, evaluating
@@ -66,10 +67,11 @@ _MODULES = {
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),
     "directional": ("critical_sharpness", "directional_sharpness"),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
+    "formats": ("Rounding",),
     "gradients": ("gradient_agreement", "gradient_noise_scale"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
-    "robustness": ("Noise", "Rounding", "loss_rises"),
+    "robustness": ("Noise", "loss_rises"),
     "sharpness": ("noise_sharpness", "sam_sharpness"),
     "spectrum": ("SpectralDensity", "largest_eigenvalues", "spectral_density"),
     "trainer_callback": ("FlatnessCallback", "evaluating"),

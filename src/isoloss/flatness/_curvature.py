@@ -233,7 +233,7 @@ class MeanLoss:
 
 def inner(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the inner product of two vectors (P,), summed in float64."""
-    parts = zip(first.split(_PART), second.split(_PART), strict=True)
+    parts = zip(torch.split(first, _PART), torch.split(second, _PART), strict=True)
     return sum(float(a.double() @ b.double()) for a, b in parts)
 
 
