@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from markupsafe import Markup
+
 from isoloss.comparison.models import ModelComparison
 from isoloss.comparison.verdict import in_digits
 from isoloss.report.html import Card, IntervalRow, Section, Tone, interval_rows, page, table
@@ -50,16 +52,20 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
     ]
     header, rows, left = comparison.table()
     minus = f"{others[0]} minus {first}" if len(others) == 1 else f"minus {first}"
-    differences = (
-        interval_rows(list(_rows(comparison)), effect=f"{minus} (nats per token; traces: ratio)") if others else ""
-    )
     caption, *texts = comparison.texts(more)
+    # of two models the values stand beside their difference
+    values = [first, *others] if len(others) == 1 else []
+    effect = f"{minus} (nats per token; traces: ratio)"
+    differences = interval_rows(list(_rows(comparison)), effect=effect, values=values) if others else ""
+    numbers = table(header, rows, left=left, caption=caption)
+    if values:
+        numbers, differences = differences + Markup('<p class="note">{}</p>').format(caption), ""
     verdict = texts[0] if texts else ""  # the cards have the other answers
     made = [comparison.inputs, command]
     sections = [
         Section(title="Verdict", body=verdict),
         Section(title="Differences", body=differences),
-        Section(title="Numbers", body=table(header, rows, left=left, caption=caption)),
+        Section(title="Numbers", body=numbers),
         Section(title="How to read this", body=_READING, folded=True),
         Section(title="How it was measured", body="\n".join(filter(None, made)), folded=True),
     ]
@@ -67,10 +73,14 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
 
 
 def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
-    """Yield a row for each measure and each model but the first."""
+    """Yield a row for each measure and each model but the first; of two, with the values of both."""
     first, *others = comparison.models
     names = comparison.short
     for name, title in comparison.titles.items():
+        estimates = comparison.of(name).values() if len(others) == 1 else ()
+        values = tuple(number(comparison.shown(name, each)) for each in estimates)
+        if name not in comparison.paired and values:
+            yield IntervalRow(label=title, effect="", values=values)
         for other in others if name in comparison.paired else ():
             label = title if len(others) == 1 else names[other]
             group = "" if len(others) == 1 else title
@@ -87,9 +97,10 @@ def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
                     log=True,
                     scale="traces",
                     group=group,
+                    values=values,
                 )
             else:
-                difference = comparison.difference(name, other, first)
+                difference = comparison.shown(name, comparison.difference(name, other, first))
                 low, high = difference.ci95
                 yield IntervalRow(
                     label=label,
@@ -101,4 +112,5 @@ def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
                     scale=name,
                     claimed=(-comparison.loss_margin, comparison.loss_margin) if name == "loss" else None,
                     group=group,
+                    values=values,
                 )

@@ -381,9 +381,11 @@ def _reasons(
             "activation or heads.",
         )
         return
+    rivals = _rivals(comparison, originals, best)
     smallest = [
-        f"the smallest {trace.replace('-', ' ')} (probability {probability(chance)})"
-        for trace, chance in chances.items()
+        f"the smallest {trace.replace('-', ' ')}, {times_in_words(ratio, interval)} {names[other]}'s (probability "
+        f"{probability(chances[trace])})"
+        for trace, (other, ratio, interval) in rivals.items()
     ]
     if len(set(best.values())) == 1:
         said = f"{names[best['trace']]} has {_listed(smallest)}"
@@ -400,14 +402,15 @@ def _reasons(
     elif len({_conventions(least) for least in minima.values()}) > 1:
         yield "gauges", f"{said}, but their minimal traces are fixed by different conventions (gauges)."
     elif near := [
-        f"the {trace.replace('-', ' ')} of {names[best[trace]]} is {times_in_words(ratio, interval)} {names[other]}'s"
-        for trace, (other, ratio, interval) in _rivals(comparison, originals, best).items()
+        trace.replace("-", " ") + "s"
+        for trace, (_, ratio, interval) in rivals.items()
         # sure to be smaller, or sure to be no smaller than that
         if ratio * min_ratio > 1 and (chances[trace] >= _SURE or interval[0] * min_ratio > 1)
     ]:
         yield (
             "near",
-            f"{said}, but {_listed(near)}: apart by less than a factor of {min_ratio:g}, the smallest that counts.",
+            f"{said}, but the {_listed(near)} are apart by less than a factor of {min_ratio:g}, the smallest that "
+            "counts.",
         )
     elif min(chances.values()) < _SURE:
         yield "open", f"{said}: it takes {more} to tell."

@@ -17,6 +17,7 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
 
 _DRAWS = 200_000  # for the probability of being the smallest, which is then within 0.003
+_PART = 10_000  # of them at a time: all would take 10 MB an estimate. A multiple of 16, by which torch draws normals
 _TIE = 1e-9  # of a value: differences below it are rounding
 _ROUNDING = 1e-9  # of a squared error
 
@@ -183,15 +184,25 @@ def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     # from the influences by QR: the covariance has no Cholesky factor where two models are copies
     root = torch.linalg.qr(rows, mode="r").R  # R^T R is the covariance
     generator = seeds.generator(0, "flattest")
-    normals = torch.randn(_DRAWS, len(root), generator=generator, dtype=torch.float64)
+
+    def normals() -> torch.Tensor:
+        return torch.randn(_PART, len(root), generator=generator, dtype=torch.float64)
+
+    begun = generator.get_state()
+    for _ in range(_DRAWS // _PART):  # they come first in the stream, and are drawn again below
+        normals()
     # one draw for all estimates, which share their samples: a difference of two then has the Student's t of its
     # interval. `torch.distributions.Chi2` takes no generator
     chi_squared = 2 * torch._standard_gamma(torch.full((_DRAWS, 1), freedom / 2, dtype=torch.float64), generator)
-    drawn = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64)
-    drawn = drawn + normals @ root * (freedom / chi_squared).sqrt()
-    least = drawn.min(dim=1, keepdim=True).values
-    smallest = (drawn <= least + _TIE * least.abs()).double()  # equal ones count in parts
-    chances: list[float] = (smallest / smallest.sum(dim=1, keepdim=True)).mean(dim=0).tolist()
+    generator.set_state(begun)
+    values = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64)
+    counts = torch.zeros_like(values)
+    for scale in (freedom / chi_squared).sqrt().split(_PART):
+        drawn = values + normals() @ root * scale
+        least = drawn.min(dim=1, keepdim=True).values
+        smallest = (drawn <= least + _TIE * least.abs()).double()  # equal ones count in parts
+        counts += (smallest / smallest.sum(dim=1, keepdim=True)).sum(dim=0)
+    chances: list[float] = (counts / _DRAWS).tolist()
     return chances
 
 
