@@ -77,6 +77,7 @@ MEASURES = {
         "noise-sharpness": "noise_sharpness",
         "int8-rise": "int8_rise",
         "int4-rise": "int4_rise",
+        "noise-rise": "noise_rise",
         "barrier": "barrier",
         "directional-sharpness": "directional_sharpness",
         "squared-norm": "squared_norm",

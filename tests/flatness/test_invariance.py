@@ -200,6 +200,7 @@ VALUES = {
     "noise-sharpness": noise,
     "int8-rise": rise(Rounding(bits=8)),
     "int4-rise": rise(Rounding(bits=4, group_size=128)),
+    "noise-rise": noise,
     "barrier": barrier,
 }
 

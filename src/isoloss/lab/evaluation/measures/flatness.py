@@ -366,10 +366,20 @@ def int4_rise(model: Any, batches: Any, *, causal: bool | None = None, progress:
     return _rise(model, batches, "int4_rise", causal=causal, progress=progress)
 
 
-def _rise(model: Any, batches: Any, name: str, **options: Any) -> Estimate:
-    from isoloss.flatness.robustness import ROBUSTNESS, loss_rises
+def noise_rise(
+    model: Any, batches: Any, *, seed: int = 0, causal: bool | None = None, progress: Any = None
+) -> Estimate:
+    """Rise of the loss under noise of 10 % of each tensor's root mean square, in pairs of opposite sign."""
+    return _rise(model, batches, "noise_10%_rise", seed=seed, causal=causal, progress=progress)
 
-    return loss_rises(model, batches, {name: ROBUSTNESS[name]}, **options)[name]
+
+def _rise(model: Any, batches: Any, name: str, *, seed: int = 0, **options: Any) -> Estimate:
+    from isoloss.flatness.robustness import ROBUSTNESS, Noise, loss_rises
+
+    change = ROBUSTNESS[name]
+    if isinstance(change, Noise):
+        change = dataclasses.replace(change, seed=seed)
+    return loss_rises(model, batches, {name: change}, **options)[name]
 
 
 def _why_no_barrier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
