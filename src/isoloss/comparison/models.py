@@ -16,7 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isoloss.comparison.verdict import REASONS, TraceComparison, Verdict, in_digits, verdict
+from isoloss.checkpoints.places import series_of
+from isoloss.comparison.series import Pair, Series, jumps, moves, pairs, summary
+from isoloss.comparison.verdict import (
+    REASONS,
+    Reason,
+    TraceComparison,
+    Verdict,
+    copies_in_words,
+    in_digits,
+    times_in_words,
+    verdict,
+)
 from isoloss.flatness.robustness import ROBUSTNESS
 from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
@@ -129,6 +140,28 @@ class ModelComparison(TraceComparison):
         """The models' names as they are printed, without the folders that all have in common."""
         return short_names(list(self.models))
 
+    @functools.cached_property
+    def series(self) -> dict[str, Series]:
+        """The models by series and step, if there are more than two and their names have steps."""
+        found = series_of(self.models)
+        short = short_names(list(found)) if found else {}
+        return {short[key]: series for key, series in found.items()}
+
+    @functools.cached_property
+    def pairs_at_one_loss(self) -> dict[str, list[Pair]]:
+        """For each series but the first, by its name, the pairs with the first series."""
+        if len(self.series) < 2:
+            return {}
+        first, *others = self.series.items()
+        return {other[0]: pairs(self, first, other, self.loss_margin) for other in others}
+
+    def open_reasons(self) -> tuple[Reason, ...]:
+        """Return why there is no verdict on the models or, of several series, on the last pair at one loss."""
+        if not self.series:
+            return self.verdict().reasons
+        last = [found[-1].comparison for found in self.pairs_at_one_loss.values() if found]
+        return tuple(reason for each in last for reason in each.verdict().reasons)
+
     def verdict(
         self, *, loss_margin: float | None = None, min_ratio: float | None = None, more: str = "more inputs"
     ) -> Verdict:
@@ -152,12 +185,69 @@ class ModelComparison(TraceComparison):
         """Return an answer to each question: same loss? flatter? more robust? better at each task?"""
         if len(self.models) == 1:
             return []
+        if self.series:
+            return self._of_series()
         answers = [self._same_loss(), self._flatter()]
         answers += [self._more_robust(name, question) for name, question in _ROBUST.items() if name in self.names]
         for name, task in self.tasks.items():
             best = self._best(name, f"Better at {task}?", largest=True)
             answers.append(dataclasses.replace(best, answer=f"{best.answer}, by a probe of {self._states(name)}"))
         return answers
+
+    def _of_series(self) -> list[Answer]:
+        """Return an answer for each measure of one series; of several, an answer on each pair of them."""
+        (first, series), *others = self.series.items()
+        if not others:
+            answers = []
+            for name, title in self.along.items():
+                answer, detail = moves(self, series, name)
+                question = f"{title[0].upper()}{title[1:]}?"
+                answers.append(Answer(question=question, answer=f"It {answer}", detail=detail, holds=None))
+            return answers
+        answers = []
+        for other, found in self.pairs_at_one_loss.items():
+            question = f"{other} or {first}: which is flatter at one loss?"
+            flattest = found[-1].comparison.verdict().flattest if found else None
+            if flattest is not None:
+                last = found[-1]
+                ratio, ends = last.comparison.ratio("trace", last.second, last.first)
+                answer = f"{flattest}, at {number(last.loss)} nats"
+                detail = f"trace of {last.second} {times_in_words(ratio, ends)} {last.first}'s; {len(found)} pairs"
+            else:
+                reason = REASONS[found[-1].comparison.verdict().reasons[0]] if found else "the losses never overlap"
+                answer, detail = f"No verdict: {reason}", f"{len(found)} pairs" * bool(found)
+            holds = True if flattest is not None else None
+            answers.append(Answer(question=question, answer=answer, detail=detail, holds=holds))
+        return answers
+
+    @property
+    def along(self) -> dict[str, str]:
+        """The titles of the measures that are shown along the steps of a series."""
+        shown = [name for name in ("loss", *self.traces, "int4_loss", *self.tasks) if name in self.paired]
+        return {name: self.titles[name] for name in shown}
+
+    def _series_texts(self, more: str) -> list[str]:
+        texts = []
+        for name, series in self.series.items():
+            if len(series) > 1:
+                steps = list(series)
+                moved = (f"{title} {' ('.join(moves(self, series, each))})" for each, title in self.along.items())
+                texts.append(f"{name}, from step {steps[0]:,} to {steps[-1]:,}: {'; '.join(moved)}.")
+                texts += jumps(self, series, self.short)
+        texts += copies_in_words(self, self.short).values()
+        first = next(iter(self.series))
+        for other, found in self.pairs_at_one_loss.items():
+            if found:
+                texts.append(summary(found, first, other, more))
+                continue
+            losses = [[self.models[model]["loss"] for model in self.series[name].values()] for name in (first, other)]
+            ends = [(min(each, key=lambda e: e.value), max(each, key=lambda e: e.value)) for each in losses]
+            (a, b), (c, d) = [tuple(map(number, two)) for two in ends]
+            texts.append(
+                f"The losses of {first} ({a} to {b} nats) and {other} ({c} to {d} nats) never overlap, so they have no "
+                "pair at one loss."
+            )
+        return texts
 
     def _states(self, task: str) -> str:
         """Return which token states the probe of a task reads, in words."""
@@ -269,6 +359,8 @@ class ModelComparison(TraceComparison):
         """Return the sentences below the table: units and errors, the verdict, and the other answers."""
         if len(self.models) == 1:
             return [self.caption()]
+        if self.series:
+            return [self.caption(), *self._series_texts(more)]
         # the verdict has the answers to the first two questions in it
         return [self.caption(), str(self.verdict(more=more)), *map(str, self.answers()[2:])]
 
@@ -323,7 +415,8 @@ class ModelComparison(TraceComparison):
             model: [number(self.shown(name, estimates[name])) for name in shown]
             for model, estimates in self.models.items()
         }
-        return ["model", *shown.values()], [[names[model], *row] for model, row in cells.items()], 1
+        ordered = [model for series in self.series.values() for model in series.values()] or list(cells)
+        return ["model", *shown.values()], [[names[model], *cells[model]] for model in ordered], 1
 
     @property
     def _brief(self) -> set[str]:
@@ -334,4 +427,18 @@ class ModelComparison(TraceComparison):
         about = {"inputs": self.inputs, "loss_margin": self.loss_margin, "min_ratio": self.min_ratio}
         answers = {"answers": [dataclasses.asdict(answer) for answer in self.answers()]}
         judged = {"verdict": dataclasses.asdict(self.verdict())} if len(self.models) > 1 else {}
-        return {**about, **super().to_dict(), **judged, **answers}
+        at_one_loss = [
+            {
+                **{"first": pair.first, "second": pair.second, "loss": pair.loss.to_dict()},
+                "log_ratios": {
+                    name: None if ratio is None else ratio.to_dict()
+                    for name in pair.comparison.traces
+                    for ratio in [pair.comparison.log_ratio(name, pair.second, pair.first)]
+                },
+                "verdict": dataclasses.asdict(pair.comparison.verdict()),
+            }
+            for found in self.pairs_at_one_loss.values()
+            for pair in found
+        ]
+        of_series = {"series": self.series, "pairs_at_one_loss": at_one_loss} if self.series else {}
+        return {**about, **super().to_dict(), **judged, **answers, **of_series}

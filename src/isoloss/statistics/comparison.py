@@ -85,6 +85,38 @@ def times(estimate: Estimate, factor: float) -> Estimate:
     )
 
 
+def linear_combination(terms: Sequence[tuple[float, Estimate]], *, method: str) -> Estimate:
+    """Return the sum of factors times estimates on the same samples, with the error of the sum within each sample.
+
+    The combination is of the first estimate's unit and details. An estimate whose influences are fewer has none of what
+    stands behind the samples of the others.
+
+    Raises:
+        IsolossError: An estimate has no influence, or they are not of the same samples.
+
+    Example:
+        >>> from isoloss.statistics.comparison import linear_combination
+        >>> from isoloss.statistics.ratio import ratio_estimate
+        >>> a, b = (ratio_estimate(x, unit="nats", method="loss") for x in ([1.5, 2.5, 4.0], [1.0, 2.0, 3.0]))
+        >>> print(linear_combination([(0.5, a), (0.5, b)], method="mean of two"))
+        2.33 ± 0.65 nats
+    """
+    first, n = terms[0][1], terms[0][1].samples
+    influence = np.zeros(max(0 if e.influence is None else len(e.influence) for _, e in terms))
+    for factor, estimate in terms:
+        if estimate.influence is None or estimate.samples != n:
+            raise IsolossError(f"{estimate.method}: it is not known what each of the {n} samples adds to it")
+        influence[: len(estimate.influence)] += factor * estimate.influence
+    rest = sum(factor**2 * _unexplained(estimate) for factor, estimate in terms)
+    return dataclasses.replace(
+        first,
+        value=math.fsum(factor * estimate.value for factor, estimate in terms),
+        stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1)) + rest),
+        method=method,
+        influence=influence,
+    )
+
+
 def independent_difference(second: Estimate, first: Estimate) -> Estimate:
     """Return second - first, which have no sample in common, with the standard error sqrt(a^2 + b^2) of their errors.
 
@@ -197,7 +229,7 @@ def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     generator.set_state(begun)
     values = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64)
     counts = torch.zeros_like(values)
-    for scale in (freedom / chi_squared).sqrt().split(_PART):
+    for scale in torch.split((freedom / chi_squared).sqrt(), _PART):
         drawn = values + normals() @ root * scale
         least = drawn.min(dim=1, keepdim=True).values
         smallest = (drawn <= least + _TIE * least.abs()).double()  # equal ones count in parts
