@@ -88,9 +88,9 @@ def diagonal_fisher(
     (Kirkpatrick et al. 2017, arXiv:1612.00796, section 2.1) and in Fisher merging (Matena and Raffel 2022,
     arXiv:2111.09832, section 3). The sum is the trace of `fisher_trace`.
 
-    Labels are integrated out as there, by random signs: the square of each sequence's gradient of `sum_r <u_r,
-    logits_r>` has the sum over its positions r as its mean. Each sequence has a backward pass of its own for each
-    probe. The noise of one entry is about `sqrt(2 / (n num_probes))` of it over n sequences.
+    Labels are integrated out as there, by random signs: the gradient of `sum_r <u_r, logits_r>` over the positions r of
+    a sequence has squares whose mean is the sum over these positions. Each sequence has a backward pass of its own for
+    each probe. Over n sequences, the signs give an entry a noise of about `sqrt(2 / (n num_probes))` of its value.
 
     Args:
         model: As for `fisher_trace`.
