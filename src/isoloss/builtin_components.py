@@ -107,6 +107,7 @@ MEASURES = {
         "bracket-probes": "bracket_probes",
         "bracket-tokens": "bracket_tokens",
     },
+    "isoloss.suites.lm_eval": {"lm-eval-TASK": "lm_eval_task"},
 }
 TASKS = {
     "isoloss.transfer.text_sources": {
