@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from isoloss.flatness.directional import critical_sharpness, directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.formats import Rounding
-    from isoloss.flatness.gradients import gradient_agreement, gradient_noise_scale
+    from isoloss.flatness.gradient_noise import gradient_agreement, gradient_noise_scale
+    from isoloss.flatness.gradients import diagonal_fisher, per_sequence_grad_norms
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.norms import (
         fisher_rao_norm,
@@ -38,6 +39,7 @@ __all__ = [
     "SpectralDensity",
     "check_rescaling",
     "critical_sharpness",
+    "diagonal_fisher",
     "directional_sharpness",
     "empirical_fisher_trace",
     "evaluating",
@@ -50,6 +52,7 @@ __all__ = [
     "largest_eigenvalues",
     "loss_rises",
     "noise_sharpness",
+    "per_sequence_grad_norms",
     "relative_flatness",
     "rescaled",
     "rescaled_at_random",
@@ -68,7 +71,8 @@ _MODULES = {
     "directional": ("critical_sharpness", "directional_sharpness"),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "formats": ("Rounding",),
-    "gradients": ("gradient_agreement", "gradient_noise_scale"),
+    "gradient_noise": ("gradient_agreement", "gradient_noise_scale"),
+    "gradients": ("diagonal_fisher", "per_sequence_grad_norms"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
     "robustness": ("Noise", "loss_rises"),
