@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from isoloss.flatness.directional import directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.formats import Rounding
+    from isoloss.flatness.gradients import diagonal_fisher, per_sequence_grad_norms
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.norms import (
         fisher_rao_norm,
@@ -36,6 +37,7 @@ __all__ = [
     "Signals",
     "SpectralDensity",
     "check_rescaling",
+    "diagonal_fisher",
     "directional_sharpness",
     "empirical_fisher_trace",
     "evaluating",
@@ -46,6 +48,7 @@ __all__ = [
     "largest_eigenvalues",
     "loss_rises",
     "noise_sharpness",
+    "per_sequence_grad_norms",
     "relative_flatness",
     "rescaled",
     "rescaled_at_random",
@@ -64,6 +67,7 @@ _MODULES = {
     "directional": ("directional_sharpness",),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "formats": ("Rounding",),
+    "gradients": ("diagonal_fisher", "per_sequence_grad_norms"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
     "robustness": ("Noise", "loss_rises"),
