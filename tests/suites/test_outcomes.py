@@ -26,8 +26,8 @@ def numbers(outcomes):
 
 def test_a_table_by_checkpoint(tmp_path):
     """Also with an error, missing cells, and columns that are no outcomes."""
-    text = "checkpoint,seed,chess,chess_stderr,qa,note\nruns/seed0@step10,0,1480,25,NaN,fine\n"
-    found = read_outcomes([written(tmp_path, text + "runs/seed1@step20,1,1520,,0.5,\n")], MEMBERS)
+    text = "checkpoint,seed,chess,chess_stderr,qa,note,qa_stderr\nruns/seed0@step10,0,1480,25,NaN,fine,\n"
+    found = read_outcomes([written(tmp_path, text + "runs/seed1@step20,1,1520,,0.5,,\n")], MEMBERS)
     assert numbers(found) == {
         ("runs/seed0@step10", "chess"): 1480,
         ("runs/seed1@step20", "chess"): 1520,
@@ -42,7 +42,7 @@ def test_a_table_by_checkpoint(tmp_path):
 
 def test_a_table_by_labels(tmp_path):
     text = "step\tqa\tseed\n10\t0.25\t0\n20\t0.5\t1.0\n30\t1\t1\n"
-    with pytest.warns(IsolossWarning, match=r"1 rows are left out, as .* \(line 4, seed 1, step 30\)"):
+    with pytest.warns(IsolossWarning, match=r"of no checkpoint of the suite: 1 \(first: line 4, seed 1, step 30\)"):
         found = read_outcomes([written(tmp_path, text, "results.tsv")], MEMBERS)
     assert numbers(found) == {("runs/seed0@step10", "qa"): 0.25, ("runs/seed1@step20", "qa"): 0.5}
 

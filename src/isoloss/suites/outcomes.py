@@ -52,7 +52,7 @@ def read_outcomes(paths: Sequence[str | Path], members: Sequence[Member]) -> lis
         >>> [(each.checkpoint, each.name, each.estimate.value) for each in outcomes]
         [('runs/seed0', 'chess', 1480.0), ('runs/seed1', 'chess', 1520.0)]
     """
-    places = [Path(place) for path in paths for place in sorted(glob.glob(str(path))) or [path]]
+    places = [Path(place) for path in paths for place in sorted(glob.glob(str(path))) or [str(path)]]
     tables = [place for place in places if place.suffix.lower() in _SEPARATORS]
     found = [outcome for table in tables for outcome in _of_table(table, members)]
     for model, estimates in read_lm_eval([place for place in places if place not in tables]).models.items():
@@ -116,14 +116,13 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
             )
         if (first := lines.setdefault(name, line)) != line:
             raise IsolossError(f"{path}, lines {first} and {line} are both of {name}: leave out one of them")
-        for outcome in (outcome for outcome in names if numbers[outcome][index] is not None):
-            stderr = numbers.get(f"{outcome}{_STDERR}", {index: None})[index]
-            about: dict[str, Any] = {"unit": "", "num_predictions": 0, "method": f"{outcome} of {path}, line {line}"}
-            samples = 1 if stderr is None else UNKNOWN
-            estimate = Estimate(value=numbers[outcome][index], stderr=stderr or 0.0, samples=samples, **about)
-            found.append(Outcome(name, outcome, estimate))
+        about: dict[str, Any] = {"unit": "", "num_predictions": 0}
+        for outcome in (outcome for outcome in names if index in numbers[outcome]):
+            value, stderr = numbers[outcome][index], numbers.get(f"{outcome}{_STDERR}", {}).get(index)
+            about |= {"samples": 1 if stderr is None else UNKNOWN, "method": f"{outcome} of {path}, line {line}"}
+            found.append(Outcome(name, outcome, Estimate(value=value, stderr=stderr or 0.0, **about)))
     if others:
-        warn(f"{path}: {len(others):,} rows are left out, as they are of no checkpoint of the suite ({others[0]})")
+        warn(f"{path}: left out rows of no checkpoint of the suite: {len(others):,} (first: {others[0]})")
     return found
 
 
@@ -141,15 +140,14 @@ def _read(path: Path) -> Any:
     return frame.rename(str.strip).with_columns(polars.all().str.strip_chars())
 
 
-def _numbers(path: Path, column: Any) -> list[float | None]:
-    """Return the numbers of a column; of a column of text, none."""
+def _numbers(path: Path, column: Any) -> dict[int, float]:
+    """Return the numbers of a column by row; of a column of text, none."""
     import polars
 
-    numbers = column.cast(polars.Float64, strict=False)
-    wrong = (column.is_not_null() & numbers.is_null()).arg_true().to_list()
-    if len(wrong) == len(column) - column.null_count():
-        return []
-    if wrong:
+    found = column.cast(polars.Float64, strict=False)
+    wrong = (column.is_not_null() & found.is_null()).arg_true().to_list()
+    numbers = {index: value for index, value in enumerate(found) if value is not None}
+    if numbers and wrong:
         place = f"{path}, line {wrong[0] + 2}"
         raise IsolossError(f"{place}: the column {column.name} holds no number but {column[wrong[0]]!r}")
-    return numbers.to_list()  # type: ignore[no-any-return]
+    return numbers
