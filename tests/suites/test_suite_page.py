@@ -86,6 +86,16 @@ def test_a_pair_that_is_not_known_says_why(table):
     assert 'class="card good"' not in document
 
 
+def test_a_suite_of_which_nothing_could_be_measured_has_a_page_that_says_why(table):
+    frame = table.frame.with_columns(
+        *(pl.lit(None, pl.Float64).alias(name) for name in ("value", "stderr", "low", "high")),
+        pl.lit("it could not be loaded").alias("problem"),
+    )
+    document = suite_page(SuiteTable(frame, table.labels, table.config), ())
+    assert "it could not be loaded" in document
+    assert 'class="chart"' not in document
+
+
 def test_the_table_has_all_digits_and_filters_without_spaces(document, table):
     body = unpacked(document, "rows")
     assert body.count("<tr>") == 96
