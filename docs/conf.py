@@ -120,6 +120,7 @@ RESULTS = {  # what the public functions take and return
     "isoloss.transfer.tasks": "TaskData",
     "isoloss.transfer.results": "TransferResult",
     "isoloss.transfer.compare": "AccuracyComparison",
+    "isoloss.suites.lm_eval": "TaskResults",
 }
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from isoloss.flatness.barrier import interpolation_barrier
     from isoloss.flatness.directional import directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
+    from isoloss.flatness.formats import Rounding
+    from isoloss.flatness.gradients import diagonal_fisher, per_sequence_grad_norms
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.norms import (
         fisher_rao_norm,
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
         squared_parameter_norm,
         weighted_fisher_trace,
     )
-    from isoloss.flatness.robustness import Noise, Rounding, loss_rises
+    from isoloss.flatness.robustness import Noise, loss_rises
     from isoloss.flatness.sharpness import noise_sharpness, sam_sharpness
     from isoloss.flatness.spectrum import SpectralDensity, largest_eigenvalues, spectral_density
     from isoloss.flatness.trainer_callback import FlatnessCallback, evaluating
@@ -35,6 +37,7 @@ __all__ = [
     "Signals",
     "SpectralDensity",
     "check_rescaling",
+    "diagonal_fisher",
     "directional_sharpness",
     "empirical_fisher_trace",
     "evaluating",
@@ -45,6 +48,7 @@ __all__ = [
     "largest_eigenvalues",
     "loss_rises",
     "noise_sharpness",
+    "per_sequence_grad_norms",
     "relative_flatness",
     "rescaled",
     "rescaled_at_random",
@@ -62,9 +66,11 @@ _MODULES = {
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),
     "directional": ("directional_sharpness",),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
+    "formats": ("Rounding",),
+    "gradients": ("diagonal_fisher", "per_sequence_grad_norms"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
-    "robustness": ("Noise", "Rounding", "loss_rises"),
+    "robustness": ("Noise", "loss_rises"),
     "sharpness": ("noise_sharpness", "sam_sharpness"),
     "spectrum": ("SpectralDensity", "largest_eigenvalues", "spectral_density"),
     "trainer_callback": ("FlatnessCallback", "evaluating"),

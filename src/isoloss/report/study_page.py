@@ -135,11 +135,13 @@ def every_checkpoint(
 
 def scripts(figures: Sequence[Figure], configs: Mapping[str, str] | None = None) -> Markup:
     """Return the end of a page that has the `drawings` of these figures and `every_checkpoint`."""
-    datasets = {name: _by_column(rows) for figure in figures for name, rows in figure.chart["datasets"].items()}
+    rows = {name: each for figure in figures for name, each in figure.chart["datasets"].items()}
+    datasets = {name: _by_column(each) for name, each in rows.items()}
     made: Markup = _macros().end(json.dumps(_by_line(configs or {})), datasets, _vega())
     return made
 
 
+@functools.cache
 def _macros() -> Any:
     return environment().get_template("study.html.j2").module
 

@@ -6,12 +6,12 @@ The functions are imported when a measure is taken, because settings and their h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isoloss.config import setting
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.lab.evaluation.measures.base import FunctionMeasure, make_measure, measure_class, requires
+from isoloss.lab.evaluation.measures.base import FunctionMeasure, MeasureResult, make_measure, measure_class, requires
 from isoloss.registry import MEASURES
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 NumProbes = Annotated[
     int | None,
     setting(minimum=1, maximum=1_000_000, omit_default=True),
-    "Random vectors, or sampled labels; default: 1 for each predicted token (trace, weighted-trace, hessian-trace), 50 "
-    "sampled labels (--trace-method paper), 16 pairs of noise (noise-sharpness), 8 (spectral-density).",
+    "Random vectors, or sampled labels; default: 1 for each predicted token (trace, weighted-trace, hessian-trace, "
+    "diagonal-fisher), 50 sampled labels (--trace-method paper), 16 pairs of noise (noise-sharpness), 8 "
+    "(spectral-density).",
 ]
 TraceMethod = Annotated[
     Literal["ghost", "paper"],
@@ -226,6 +227,17 @@ def empirical_fisher(model: Any, batches: Any, *, seed: int = 0, **options: Any)
     return flatness.empirical_fisher_trace(model, batches, seed=seed, **options)
 
 
+def diagonal_fisher(
+    model: Any, batches: Any, *, num_probes: NumProbes = None, seed: int = 0, **options: Any
+) -> MeasureResult:
+    """Diagonal of the Fisher, an entry a weight; with --output as safetensors by parameter name."""
+    from isoloss import flatness
+
+    entries, trace = flatness.diagonal_fisher(model, batches, num_probes=num_probes or 1, seed=seed, **options)
+    more = {name: values.cpu().numpy() for name, values in entries.items()}
+    return MeasureResult(estimates={"diagonal-fisher": trace}, more=more)
+
+
 def hessian_trace(
     model: Any,
     batches: Any,
@@ -356,30 +368,39 @@ def noise_sharpness(
     return flatness.noise_sharpness(model, batches, **given, **options)
 
 
-def int8_rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
-    """Rise of the loss when the weights of linear maps are rounded to 8 bits, with one scale for each output."""
-    return _rise(model, batches, "int8_rise", causal=causal, progress=progress)
+def _rise_of(name: str, values: str) -> Callable[..., Estimate]:
+    """Return the measure of the rise under one of `isoloss.flatness.formats.FORMATS`."""
+
+    def rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
+        from isoloss.flatness.formats import FORMATS
+        from isoloss.flatness.robustness import loss_rises
+
+        return loss_rises(model, batches, {name: FORMATS[name]}, causal=causal, progress=progress)[name]
+
+    rise.__doc__ = f"Rise of the loss when the weights of linear maps are rounded to {values}."
+    return rise
 
 
-def int4_rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
-    """Rise of the loss when the weights of linear maps are rounded to 4 bits, with one scale for each 128 weights."""
-    return _rise(model, batches, "int4_rise", causal=causal, progress=progress)
+int8_rise = _rise_of("int8", "8 bits, with one scale for each output")
+int4_rise = _rise_of("int4", "4 bits, with one scale for each 128 weights")
+int3_rise = _rise_of("int3", "3 bits, with one scale for each 128 weights")
+int2_rise = _rise_of("int2", "2 bits, with one scale for each 128 weights")
+int4_asymmetric_128_rise = _rise_of(
+    "int4-asymmetric-128", "4 bits, with a scale and a zero for each 128 (torchao, AWQ)"
+)
+int4_asymmetric_32_rise = _rise_of("int4-asymmetric-32", "4 bits, with a scale and a zero for each 32 (torchao, AWQ)")
+int4_gptq_rise = _rise_of("int4-gptq", "the symmetric grid of GPTQ: 4 bits, 128 weights a scale, no calibration")
+nf4_rise = _rise_of("nf4", "NF4 in blocks of 64 (bitsandbytes, without double quantization)")
 
 
 def noise_rise(
     model: Any, batches: Any, *, seed: int = 0, causal: bool | None = None, progress: Any = None
 ) -> Estimate:
     """Rise of the loss under noise of 10 % of each tensor's root mean square, in pairs of opposite sign."""
-    return _rise(model, batches, "noise_10%_rise", seed=seed, causal=causal, progress=progress)
+    from isoloss.flatness import Noise, loss_rises
 
-
-def _rise(model: Any, batches: Any, name: str, *, seed: int = 0, **options: Any) -> Estimate:
-    from isoloss.flatness.robustness import ROBUSTNESS, Noise, loss_rises
-
-    change = ROBUSTNESS[name]
-    if isinstance(change, Noise):
-        change = dataclasses.replace(change, seed=seed)
-    return loss_rises(model, batches, {name: change}, **options)[name]
+    change = Noise(relative_std=0.1, seed=seed)
+    return loss_rises(model, batches, {"noise": change}, causal=causal, progress=progress)["noise"]
 
 
 def _why_no_barrier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
