@@ -193,6 +193,9 @@ def test_the_command(here, made, monkeypatch, capfd):
     assert "there is no checkpoint lab/tiny-seed7@step1" in " ".join(out.split())
     before = Path("suite/suite.parquet").read_bytes()
     assert SuiteTable.read(Path("suite")).wide().drop_nulls().height == 6
+    page = Path("suite/index.html").read_text()
+    assert "what predicts int4-rise?" in page
+    assert "there is no checkpoint lab/tiny-seed7@step1" in page
     # by the folder alone; only what failed is tried again
     assert main(["suite", "suite", "--json"]) == 2
     out, said = capfd.readouterr()

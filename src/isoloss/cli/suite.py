@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
-from isoloss import interrupts
+from isoloss import files, interrupts
 from isoloss.cli import common, options
 from isoloss.cli.study import EXECUTOR_PACKAGES, duration, submit_parameters
-from isoloss.errors import IsolossError, require_package
+from isoloss.errors import IsolossError, naming_extras, require_package
 from isoloss.lab.evaluation.measures.base import measure_class
 from isoloss.registry import EXECUTORS, MEASURES
 from isoloss.suites.config import SuiteConfig, members, replaced
-from isoloss.suites.table import RECORD
+from isoloss.suites.table import PAGE, RECORD
 
 if TYPE_CHECKING:
     from isoloss.studies.run.loop import Executor
@@ -107,7 +107,9 @@ def main(arguments: list[str]) -> int:
         if args.plan:
             return _plan(folder, args)
         status = _run(folder, args)
-        return status if status == interrupts.status() else _finish(folder, args, status)
+        if status == interrupts.status():
+            return status
+        return _finish(folder, args, status, common.command("suite", *arguments))
 
 
 def _folder(args: Any) -> SuiteFolder:
@@ -189,23 +191,28 @@ def _run(folder: SuiteFolder, args: Any) -> int:
     return 0 if not loop.todo else 2
 
 
-def _finish(folder: SuiteFolder, args: Any, status: int) -> int:
+def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
     """Write the table and the page, and print the answers."""
+    with naming_extras():
+        from isoloss.suites.page import suite_page
+
     table = folder.table()
-    path = table.write(folder.path)
+    path, page = table.write(folder.path), folder.path / PAGE
     answers = table.associations(args.predict)
+    files.write_text(page, suite_page(table, answers, command=command))
     problems = table.problems()
     if args.json:
         found = [
             {"measure": each.measure, "outcome": each.outcome, "shown": each.shown, "answer": each.sentence()}
             for each in answers
         ]
-        about = {"folder": str(folder.path), "table": str(path), "checkpoints": len(folder.members)}
+        about = {"folder": str(folder.path), "table": str(path), "page": str(page), "checkpoints": len(folder.members)}
         common.emit_json({**about, "answers": found, "problems": problems})
         return status
     for answer in sorted(answers, key=lambda answer: not answer.shown):
         common.say_wrapped(answer.sentence())
     common.say(f"{path}: {len(folder.members)} checkpoints, {len(table.frame):,} rows")
+    common.say(f"the page is {page}")
     for problem in problems[:_FEW]:
         common.say_wrapped(f"empty: {problem}")
     if len(problems) > _FEW:
