@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
-from isoloss import interrupts
+from isoloss import files, interrupts
 from isoloss.cli import common, options
 from isoloss.cli.study import EXECUTOR_PACKAGES, duration, submit_parameters
-from isoloss.errors import IsolossError, require_package
+from isoloss.errors import IsolossError, naming_extras, require_package
 from isoloss.lab.evaluation.measures.base import measure_class
 from isoloss.registry import EXECUTORS, MEASURES
 from isoloss.suites.config import SuiteConfig, members, replaced
-from isoloss.suites.table import RECORD
+from isoloss.suites.table import PAGE, RECORD
 
 if TYPE_CHECKING:
     from isoloss.studies.run.loop import Executor
@@ -64,8 +64,11 @@ class Args:
     """The label of what else the conclusion is to hold over, such as optimizers or recipes."""
     loss_margin: float = SuiteConfig.loss_margin
     """How far losses may be apart to count as the same, in nats per predicted token."""
+    import_: tuple[str, ...] = ()
+    """Outcomes that were measured elsewhere, kept in the folder: results of lm-evaluation-harness (samples_*.jsonl,
+    results_*.json, or their folder), tables (.csv, .tsv) with a column checkpoint or the labels, or patterns."""
     predict: tuple[str, ...] = ()
-    """Further columns of the table that are outcomes."""
+    """Columns of the table that are outcomes; default: those of the suite, else what was imported, else the rises."""
     plan: bool = False
     """Say what is to be downloaded and what it takes in hours and memory, and stop."""
     executor: str = "local"
@@ -96,6 +99,7 @@ def arguments_class() -> type:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args: Any = options.parse(arguments_class(), "suite", arguments, examples=EXAMPLES, common=COMMON)
+    from isoloss.suites.outcomes import read_outcomes
     from isoloss.suites.run import SuiteFolder
 
     if args.member or args.work:
@@ -103,11 +107,18 @@ def main(arguments: list[str]) -> int:
         with contextlib.chdir(folder.directory):
             return _measure(folder, args.member) if args.member else _run(folder, args)
     folder = _folder(args)
+    imported = [Path(each).absolute() for each in args.import_]
     with contextlib.chdir(folder.directory):
         if args.plan:
             return _plan(folder, args)
+        # before anything is measured, as a file that cannot be read is refused
+        outcomes = read_outcomes(imported, folder.members)
         status = _run(folder, args)
-        return status if status == interrupts.status() else _finish(folder, args, status)
+        if status == interrupts.status():
+            return status
+        if outcomes:
+            folder.keep(outcomes)
+        return _finish(folder, args, status, common.command("suite", *arguments))
 
 
 def _folder(args: Any) -> SuiteFolder:
@@ -189,23 +200,28 @@ def _run(folder: SuiteFolder, args: Any) -> int:
     return 0 if not loop.todo else 2
 
 
-def _finish(folder: SuiteFolder, args: Any, status: int) -> int:
+def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
     """Write the table and the page, and print the answers."""
+    with naming_extras():
+        from isoloss.suites.page import suite_page
+
     table = folder.table()
-    path = table.write(folder.path)
+    path, page = table.write(folder.path), folder.path / PAGE
     answers = table.associations(args.predict)
+    files.write_text(page, suite_page(table, answers, command=command))
     problems = table.problems()
     if args.json:
         found = [
             {"measure": each.measure, "outcome": each.outcome, "shown": each.shown, "answer": each.sentence()}
             for each in answers
         ]
-        about = {"folder": str(folder.path), "table": str(path), "checkpoints": len(folder.members)}
+        about = {"folder": str(folder.path), "table": str(path), "page": str(page), "checkpoints": len(folder.members)}
         common.emit_json({**about, "answers": found, "problems": problems})
         return status
     for answer in sorted(answers, key=lambda answer: not answer.shown):
         common.say_wrapped(answer.sentence())
     common.say(f"{path}: {len(folder.members)} checkpoints, {len(table.frame):,} rows")
+    common.say(f"the page is {page}")
     for problem in problems[:_FEW]:
         common.say_wrapped(f"empty: {problem}")
     if len(problems) > _FEW:
