@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import re
 import shlex
 import shutil
 
@@ -17,7 +16,6 @@ from transformers import GPT2LMHeadModel
 import small_checkpoints as small
 from isoloss.comparison.models import TITLES
 from isoloss.lab.evaluation import context
-from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate, number
 
 
@@ -72,7 +70,7 @@ def test_all_that_it_writes_agrees(capsys, tmp_path):
         rows = list(csv.DictReader(lines))
     assert frame.height == len(rows) == 3 * len(document["models"]["a"])
     page = files["html"].read_text()
-    shown = {re.split(r"  |, \d|, m", line)[0]: line for line in out.splitlines() if "±" in line}
+    shown = {line[:26].strip(): line for line in out.splitlines()}
     for row, from_frame in zip(rows, frame.iter_rows(named=True), strict=True):
         assert {name: str(value) for name, value in from_frame.items()} == row
         name = row["measure"]
@@ -84,7 +82,6 @@ def test_all_that_it_writes_agrees(capsys, tmp_path):
             estimate = Estimate.from_dict(document["models"][row["model"]][name])
             assert (float(row["value"]), float(row["stderr"])) == (estimate.value, estimate.stderr)
             if (title := TITLES.get(name)) is not None:
-                estimate = times(estimate, 1e3 if "millinats" in shown[title] else 1)
                 assert number(estimate) in shown[title]
                 assert number(estimate) in page
     verdict = document["verdict"]["text"]
@@ -117,7 +114,7 @@ def test_many_checkpoints_of_a_trainer(capsys, tmp_path):
     assert f"12 checkpoints, {tmp_path}/checkpoint-10 to {tmp_path}/checkpoint-120" in err
     table = [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")]
     assert table[:12] == [f"checkpoint-{step}" for step in range(10, 130, 10)]
-    assert f"{tmp_path.name}, from step 10 to 120: loss " in " ".join(out.split())
+    assert "No verdict on which is the flattest." in out
 
 
 @pytest.mark.parametrize("names", [("a", "broken", "b"), ("a", "b", "broken")], ids="-".join)

@@ -26,7 +26,7 @@ def trace_against_loss(comparison: TraceComparison, names: Mapping[str, str] | N
     """
     labels = {model: model for model in comparison.models} | dict(names or {})
     traces = [trace.value for trace in comparison.of("trace").values()]
-    # the checkpoints of a series are joined in the order of their steps
+    # the checkpoints of a series are joined along the loss
     found = comparison.series if isinstance(comparison, ModelComparison) else {}
     groups = {name: list(steps.values()) for name, steps in found.items()} or {labels[m]: [m] for m in labels}
     series = []

@@ -137,7 +137,7 @@ def compare(
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
         >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
         >>> [answer.question for answer in comparison.answers()]
-        ['Same loss?', 'Flatter?', 'More robust at 4 bits?', 'More robust to noise?']
+        ['Same loss?', 'Flatter?', 'More robust at 4 bits?']
         >>> comparison.difference("int4_rise", "b", "a").unit
         'nats per predicted token'
     """
@@ -166,7 +166,9 @@ def compare(
     if batches is None:
         # a measurement that may stop early takes its inputs in random order, or it would be of the start of the data
         is_shuffled = rtol is not None or seconds is not None
-        context = _context(named, checkpoints.infos, data, tokenizer, inputs or InputConfig(), shuffled=is_shuffled)
+        context = shared_context(
+            named, checkpoints.infos, data, tokenizer, inputs or InputConfig(), shuffled=is_shuffled
+        )
         for name, measure in others.items():
             if (reason := measure.why_not_applicable(context)) is not None:
                 raise IsolossError(f"{name} cannot be measured: {reason}")
@@ -259,7 +261,7 @@ def compare(
     return judged(compared)
 
 
-def _context(
+def shared_context(
     named: Mapping[str, Model | str | Path],
     infos: Sequence[ModelInfo],
     data: str | Path | None,
