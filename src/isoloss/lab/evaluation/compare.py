@@ -137,7 +137,7 @@ def compare(
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
         >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
         >>> [answer.question for answer in comparison.answers()]
-        ['Same loss?', 'Flatter?', 'More robust at 4 bits?']
+        ['Same loss?', 'Flatter?', 'More robust at 4 bits?', 'More robust to noise?']
         >>> comparison.difference("int4_rise", "b", "a").unit
         'nats per predicted token'
     """
