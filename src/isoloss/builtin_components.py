@@ -78,6 +78,8 @@ MEASURES = {
         "int8-rise": "int8_rise",
         "int4-rise": "int4_rise",
         "barrier": "barrier",
+        "frontier": "frontier",
+        "llc": "llc",
         "directional-sharpness": "directional_sharpness",
         "squared-norm": "squared_norm",
     },

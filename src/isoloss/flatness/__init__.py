@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from isoloss.flatness.barrier import interpolation_barrier
     from isoloss.flatness.directional import directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
+    from isoloss.flatness.frontier import forgetting_frontier
     from isoloss.flatness.hessian import hessian_trace
+    from isoloss.flatness.learning_coefficient import local_learning_coefficient
     from isoloss.flatness.norms import (
         fisher_rao_norm,
         relative_flatness,
@@ -40,9 +42,11 @@ __all__ = [
     "evaluating",
     "fisher_rao_norm",
     "fisher_trace",
+    "forgetting_frontier",
     "hessian_trace",
     "interpolation_barrier",
     "largest_eigenvalues",
+    "local_learning_coefficient",
     "loss_rises",
     "noise_sharpness",
     "relative_flatness",
@@ -62,7 +66,9 @@ _MODULES = {
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),
     "directional": ("directional_sharpness",),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
+    "frontier": ("forgetting_frontier",),
     "hessian": ("hessian_trace",),
+    "learning_coefficient": ("local_learning_coefficient",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
     "robustness": ("Noise", "Rounding", "loss_rises"),
     "sharpness": ("noise_sharpness", "sam_sharpness"),

@@ -22,7 +22,15 @@ from isoloss.flatness._ghost.capture import Capture, PositionSelection
 from isoloss.flatness._ghost.engine import plain_logits, predict
 from isoloss.flatness._measurement import MeasureOptions, model_details
 from isoloss.flatness._parameters import check_reached, counted_parameters, requiring_gradients
-from isoloss.model_checks import architecture, device_of, eager_with_grad, is_causal, refuse_dropout
+from isoloss.model_checks import (
+    architecture,
+    device_of,
+    eager_with_grad,
+    forward_arguments,
+    is_causal,
+    logits_of_output,
+    refuse_dropout,
+)
 from isoloss.text.clusters import SequenceClusters
 
 # what torch says where a function has a first derivative only
@@ -137,6 +145,17 @@ class MeanLoss:
             )
 
         return self._mean(of_batch, "the gradient of the loss")
+
+    def of_batch(self, batch: Batch) -> tuple[float, Sequence[torch.Tensor]]:
+        """Return the mean loss of one of its batches and the gradient by each parameter, which must require it.
+
+        Without the checks of `value`, by which the model must have run before; the weights may have changed since.
+        """
+        with eager_with_grad(self.model) as plain:
+            logits = logits_of_output(plain(**forward_arguments(plain, batch.inputs)))[batch.predicted]
+            loss = _losses(logits, batch).mean()
+            gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
+        return float(loss.detach()), gradients
 
     def hessian_product(self, vector: torch.Tensor) -> torch.Tensor:
         """Return (P,): the Hessian times a vector (P,)."""
