@@ -111,7 +111,7 @@ PACKAGES = [
     "lab.training",
 ]
 PACKAGES += ["transfer", "lab.tasks", "lab.lookup", "lab.finetuning", "lab.finetune_config"]
-PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "report", "paper", "ground"]
+PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "suites", "report", "paper", "ground"]
 RESULTS = {  # what the public functions take and return
     "isoloss.comparison.verdict": "TraceComparison",
     "isoloss.runs": "Run",
@@ -120,6 +120,7 @@ RESULTS = {  # what the public functions take and return
     "isoloss.transfer.tasks": "TaskData",
     "isoloss.transfer.results": "TransferResult",
     "isoloss.transfer.compare": "AccuracyComparison",
+    "isoloss.suites.lm_eval": "TaskResults",
 }
 
 

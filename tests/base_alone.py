@@ -39,6 +39,7 @@ COMMANDS = {
     "tokenizer hf:owner/name --output other": "hub",
     f"measure a {IDS} --measures loss trace": "",
     "measure a --data hf:owner/name": "hub",
+    f"measure a {IDS} --measures lm-eval-lastword": "eval",
     "measure a --language pcfg-laptop --measures trace --num-sequences 8": "lab",
     f"compare a b {IDS} --html page.html": "",
     f"compare a b {IDS} --figure ab.svg": "study",

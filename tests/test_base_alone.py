@@ -90,5 +90,5 @@ def test_an_extra_is_named_for_every_package_of_one():
         for text in texts
         if extra not in ("all", "docs", "dev", "notebook") and not text.startswith("isoloss")
     }
-    modules = {"vl-convert-python": "vl_convert", "pytorch-optimizer": "pytorch_optimizer"}
+    modules = {"vl-convert-python": "vl_convert", "pytorch-optimizer": "pytorch_optimizer", "lm-eval": "lm_eval"}
     assert {modules.get(name, name): extra for name, extra in declared.items()}.items() <= EXTRAS.items()

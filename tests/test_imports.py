@@ -30,6 +30,7 @@ LAYERS = [
     ("lab.finetuning",),
     ("lab.evaluation", "lab.presets"),
     ("studies",),
+    ("suites",),
     ("paper",),
     ("cli",),
 ]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from isoloss.statistics.estimate import Estimate
     from isoloss.studies.reading import read_study
+    from isoloss.suites.lm_eval import read_lm_eval
     from isoloss.transfer.compare import compare_accuracy
     from isoloss.transfer.probe import linear_probe
 
@@ -63,6 +64,7 @@ __all__ = [
     "load_model",
     "make_task",
     "pretrain",
+    "read_lm_eval",
     "read_study",
 ]
 
@@ -82,6 +84,7 @@ _load = lazy.exports(
         "load_model": "isoloss.checkpoints.loading",
         "make_task": "isoloss.lab.tasks",
         "pretrain": "isoloss.lab.evaluation.pretraining",
+        "read_lm_eval": "isoloss.suites.lm_eval",
         "read_study": "isoloss.studies.reading",
         **dict.fromkeys((name for name in __all__ if name.isupper()), "isoloss.registry"),
     },

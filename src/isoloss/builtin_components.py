@@ -77,6 +77,13 @@ MEASURES = {
         "noise-sharpness": "noise_sharpness",
         "int8-rise": "int8_rise",
         "int4-rise": "int4_rise",
+        "int3-rise": "int3_rise",
+        "int2-rise": "int2_rise",
+        "int4-asymmetric-128-rise": "int4_asymmetric_128_rise",
+        "int4-asymmetric-32-rise": "int4_asymmetric_32_rise",
+        "int4-gptq-rise": "int4_gptq_rise",
+        "nf4-rise": "nf4_rise",
+        "noise-rise": "noise_rise",
         "barrier": "barrier",
         "frontier": "frontier",
         "llc": "llc",
@@ -101,6 +108,7 @@ MEASURES = {
         "bracket-probes": "bracket_probes",
         "bracket-tokens": "bracket_tokens",
     },
+    "isoloss.suites.lm_eval": {"lm-eval-TASK": "lm_eval_task"},
 }
 TASKS = {
     "isoloss.transfer.text_sources": {

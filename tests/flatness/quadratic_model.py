@@ -1,4 +1,4 @@
-"""A causal-free model whose cross-entropy of token i is any function q_i(w) above 0, such as a quadratic one."""
+"""A model whose cross-entropy of token i is any function q_i(w) above 0, such as a quadratic one."""
 
 import torch
 from torch import nn
@@ -17,5 +17,7 @@ class OfLosses(nn.Module):
 
 
 def batch(ids, documents=None):
-    ids = torch.as_tensor(ids)[:, None]
-    return {"input_ids": ids, "labels": torch.zeros_like(ids)} | ({} if documents is None else {"documents": documents})
+    """A sequence of one token for each id, a document each unless told: they do not differ in what is predicted."""
+    ids = torch.as_tensor(ids)
+    labels = torch.zeros_like(ids)[:, None]
+    return {"input_ids": ids[:, None], "labels": labels, "documents": ids if documents is None else documents}

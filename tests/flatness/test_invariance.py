@@ -17,7 +17,6 @@ from rescaling_models import FAMILIES, VOCABULARY, tokens
 from torch import nn
 
 from isoloss.flatness import (
-    Rounding,
     empirical_fisher_trace,
     fisher_rao_norm,
     fisher_trace,
@@ -29,6 +28,7 @@ from isoloss.flatness import (
 )
 from isoloss.flatness._rescaling.apply import rescaled
 from isoloss.flatness._rescaling.symmetries import rescalings_of
+from isoloss.flatness.formats import FORMATS
 from isoloss.lab.evaluation.measures.flatness import flatness_measures
 
 HEADS, SIZE, INNER = 2, 2, 5
@@ -194,8 +194,8 @@ VALUES = {
     "sam-sharpness": estimated(sam_sharpness),
     "adaptive-sharpness": estimated(sam_sharpness, adaptive=True),
     "noise-sharpness": noise,
-    "int8-rise": rise(Rounding(bits=8)),
-    "int4-rise": rise(Rounding(bits=4, group_size=128)),
+    **{f"{name}-rise": rise(rounding) for name, rounding in FORMATS.items()},
+    "noise-rise": noise,
     "barrier": barrier,
 }
 

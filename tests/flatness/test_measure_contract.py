@@ -451,6 +451,8 @@ def noise(model, batches, **options):
             {"bits": 4, "group_size": 0},
             "group_size is 0; a group has at least one weight",
         ),
+        (lambda *_, **o: Rounding(**o), {"bits": 4, "grid": "nf5"}, "grid is 'nf5'; it is one of symmetric, .*, nf4"),
+        (lambda *_, **o: Rounding(**o), {"bits": 3, "grid": "nf4"}, "bits is 3; the grid nf4 has 4 bits"),
         (lambda *_, **o: Noise(**o), {"relative_std": 0.0}, r"relative_std is 0\.0; it must be more than 0 and finite"),
         (lambda *_, **o: Noise(**o), {"relative_std": 0.1, "pairs": 0}, "pairs is 0; it must be at least 1"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from isoloss import files
 from isoloss.errors import IsolossError, warn
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_MAGIC = re.compile(r"[*?]|\[[^]]+\]")  # in a pattern, what stands for other text
 _STEP = re.compile(r"step-\d+")  # the checkpoints of a run
 _IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?\d+")  # the checkpoints of a Trainer, and of other trainers
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -44,9 +44,10 @@ def expand_checkpoints(names: Iterable[str], say: Callable[[str], None] = lambda
     """Return the checkpoints that names stand for, each series in the order of its steps.
 
     A folder of checkpoints, such as the `output_dir` of a Trainer, stands for the checkpoints in it, unless it holds
-    weights of its own. A pattern of the shell stands for the folders that match it, and `NAME@step*` for revisions of a
-    model on the Hugging Face hub. Any other name stands for itself, whether there is such a checkpoint or not.
-    Checkpoints of a series that are not whole, as after a crash, are left out with a warning.
+    weights of its own. A pattern of the shell stands for the folders that match it. `NAME@step*` stands for revisions
+    of a model on the Hugging Face hub, and `owner/model-*@step*` for those of each model that matches. Any other name
+    stands for itself, whether there is such a checkpoint or not. Checkpoints of a series that are not whole, as after a
+    crash, are left out with a warning.
 
     `say` is called with a line for each name that does not stand for itself alone.
     """
@@ -58,13 +59,12 @@ def expand_checkpoints(names: Iterable[str], say: Callable[[str], None] = lambda
             found += _in_folder(folder, say) or [name]
         elif not glob.has_magic(name):
             found.append(name)
-        elif may_be_hub_name(on_hub):
-            found += _announced(name, _revisions(on_hub, revisions), say)
-        else:
-            matching = sorted((Path(path) for path in glob.glob(str(folder)) if os.path.isdir(path)), key=_by_numbers)
-            if not matching:
-                raise IsolossError(f"no folder matches {name!r}")
+        elif matching := sorted(filter(Path.is_dir, map(Path, glob.glob(str(folder)))), key=_by_numbers):
             found += _announced(name, _whole(matching, say), say)
+        elif may_be_hub_name(_MAGIC.sub("x", on_hub)) and not glob.has_magic(on_hub.rpartition("/")[0] or on_hub):
+            found += _announced(name, _on_hub(on_hub, revisions), say)
+        else:
+            raise IsolossError(f"no folder matches {name!r}")
     return found
 
 
@@ -98,14 +98,56 @@ def _whole(folders: list[Path], say: Callable[[str], None]) -> list[str]:
     return found
 
 
-def _revisions(name: str, pattern: str) -> list[str]:
-    """Return a model on the hub at each branch and tag that matches."""
+def _on_hub(pattern: str, revisions: str) -> list[str]:
+    """Return the models on the hub that match, each at the branches and tags that match; no revisions: as it is."""
+    models, ask = [pattern], True
+    if glob.has_magic(pattern):
+        models, ask = _family(pattern)
+    known = {name: _revisions(name, ask=ask) if revisions else {""} for name in models}
+    found = [
+        f"{name}@{revision}" if revision else name
+        for name in models
+        for revision in sorted(fnmatch.filter(known[name], revisions) if revisions else known[name], key=_by_numbers)
+    ]
+    if not found:
+        name = models[0]
+        there = ", ".join(sorted(known[name], key=_by_numbers))
+        raise IsolossError(f"{name} has no revision {revisions!r}: they are {there}")
+    return found
+
+
+def _family(pattern: str) -> tuple[list[str], bool]:
+    """Return the models on the hub that match, and whether the hub answered; else those in the hub's cache."""
+    from huggingface_hub import HfApi
+
+    owner, _, model = pattern.rpartition("/")
+    try:
+        word = max(_MAGIC.split(model), key=len)
+        listed = [found.id for found in HfApi().list_models(author=owner or None, search=word or None)]
+        answers = True
+    except Exception:  # whatever the network or its library can raise
+        # the name of a folder in the cache is models--OWNER--MODEL
+        found = _cache("any").parent.glob("models--*")
+        listed, answers = [path.name.removeprefix("models--").replace("--", "/", 1) for path in found], False
+    matching = sorted(fnmatch.filter(listed, pattern), key=_by_numbers)
+    if not matching:
+        where = "on the Hugging Face hub" if answers else f"on this machine, and {HUB_UNREACHABLE}"
+        raise IsolossError(f"no folder matches {pattern!r}, and no model {where}")
+    if not answers:
+        warn(f"{HUB_UNREACHABLE}: only the models {pattern} that were downloaded before are used")
+    return matching, answers
+
+
+def _revisions(name: str, *, ask: bool) -> set[str]:
+    """Return the branches and tags of a model on the hub; with `ask` false, those that were downloaded."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
+    if not ask:
+        return set(_downloaded_revisions(name))
     try:
         refs = HfApi().list_repo_refs(name)
-        known = {ref.name for ref in (*refs.branches, *refs.tags)}
+        return {ref.name for ref in (*refs.branches, *refs.tags)}
     except RepositoryNotFoundError as error:
         raise IsolossError(f"there is no checkpoint {name} on the Hugging Face hub") from error
     except Exception as error:  # whatever the network or its library can raise
@@ -113,9 +155,7 @@ def _revisions(name: str, pattern: str) -> list[str]:
         if not known:
             raise IsolossError(f"{HUB_UNREACHABLE}, and no revision of {name} is on this machine") from error
         warn(f"{HUB_UNREACHABLE}: only the revisions of {name} that were downloaded before are used")
-    if not (matching := sorted(fnmatch.filter(known, pattern), key=_by_numbers)):
-        raise IsolossError(f"{name} has no revision {pattern!r}: they are {', '.join(sorted(known, key=_by_numbers))}")
-    return [f"{name}@{revision}" for revision in matching]
+        return known
 
 
 def _announced(name: str, checkpoints: list[str], say: Callable[[str], None]) -> list[str]:

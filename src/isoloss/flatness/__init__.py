@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from isoloss.flatness.barrier import interpolation_barrier
     from isoloss.flatness.directional import directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
+    from isoloss.flatness.formats import Rounding
     from isoloss.flatness.frontier import forgetting_frontier
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.learning_coefficient import local_learning_coefficient
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
         squared_parameter_norm,
         weighted_fisher_trace,
     )
-    from isoloss.flatness.robustness import Noise, Rounding, loss_rises
+    from isoloss.flatness.robustness import Noise, loss_rises
     from isoloss.flatness.sharpness import noise_sharpness, sam_sharpness
     from isoloss.flatness.spectrum import SpectralDensity, largest_eigenvalues, spectral_density
     from isoloss.flatness.trainer_callback import FlatnessCallback, evaluating
@@ -66,11 +67,12 @@ _MODULES = {
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),
     "directional": ("directional_sharpness",),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
+    "formats": ("Rounding",),
     "frontier": ("forgetting_frontier",),
     "hessian": ("hessian_trace",),
     "learning_coefficient": ("local_learning_coefficient",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
-    "robustness": ("Noise", "Rounding", "loss_rises"),
+    "robustness": ("Noise", "loss_rises"),
     "sharpness": ("noise_sharpness", "sam_sharpness"),
     "spectrum": ("SpectralDensity", "largest_eigenvalues", "spectral_density"),
     "trainer_callback": ("FlatnessCallback", "evaluating"),

@@ -146,16 +146,24 @@ class MeanLoss:
 
         return self._mean(of_batch, "the gradient of the loss")
 
-    def of_batch(self, batch: Batch) -> tuple[float, Sequence[torch.Tensor]]:
-        """Return the mean loss of one of its batches and the gradient by each parameter, which must require it.
+    @contextmanager
+    def training(self) -> Iterator[Callable[[Batch], tuple[float, Sequence[torch.Tensor]]]]:
+        """Yield what gives the mean loss of a batch and its gradient by each parameter, while weights may change.
 
-        Without the checks of `value`, by which the model must have run before; the weights may have changed since.
+        Without the checks of `value`, by which the model must have run on the batch before.
         """
-        with eager_with_grad(self.model) as plain:
-            logits = logits_of_output(plain(**forward_arguments(plain, batch.inputs)))[batch.predicted]
-            loss = _losses(logits, batch).mean()
-            gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
-        return float(loss.detach()), gradients
+        arguments: dict[int, dict[str, Any]] = {}
+        with eager_with_grad(self.model) as plain, requiring_gradients(self.parameters):
+
+            def of_batch(batch: Batch) -> tuple[float, Sequence[torch.Tensor]]:
+                if id(batch) not in arguments:
+                    arguments[id(batch)] = forward_arguments(plain, batch.inputs)
+                logits = logits_of_output(plain(**arguments[id(batch)]))[batch.predicted]
+                loss = _losses(logits, batch).mean()
+                gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
+                return float(loss.detach()), gradients
+
+            yield of_batch
 
     def hessian_product(self, vector: torch.Tensor) -> torch.Tensor:
         """Return (P,): the Hessian times a vector (P,)."""

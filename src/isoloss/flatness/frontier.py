@@ -17,7 +17,6 @@ from torch import nn
 from isoloss.errors import IsolossError, warn
 from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness._measurement import UNIT
-from isoloss.flatness._parameters import requiring_gradients
 from isoloss.flatness.sharpness import refuse_half_precision, weights_restored
 from isoloss.statistics.comparison import independent_difference, times
 from isoloss.statistics.estimate import Estimate
@@ -108,14 +107,14 @@ def forgetting_frontier(
     found = {}
     for point in points[1:]:
         found[f"gain-{point.rate:g}"], found[f"forgetting-{point.rate:g}"] = training.estimates(point)
-    gains = [training.estimates(point)[0].value for point in points]
+    gains = [training.estimates(point)[0].value for point in points[1:]]
     if (reached := next((number for number, value in enumerate(gains) if value >= gain), None)) is None:
         warn(
             f"there is no forgetting at a gain of {gain:g}, as the largest is {max(gains):.3g}, at the learning rate "
-            f"{points[gains.index(max(gains))].rate:g}: choose a smaller gain, more steps or other rates"
+            f"{rates[gains.index(max(gains))]:g}: choose a smaller gain, more steps or other rates"
         )
         return found
-    return {"frontier": training.closing_in(points[reached - 1], points[reached], gain), **found}
+    return {"frontier": training.closing_in(points[reached], points[reached + 1], gain), **found}
 
 
 class _Point(NamedTuple):
@@ -142,9 +141,8 @@ class _Training:
         self._batches = [batch.checked for batch in new.batches[:half] if batch.checked.predicts]
         first = sum(len(batch.clusters) for batch in new.batches[:half])
         # packed sequences may run into the next document
-        seen = new.clusters[: first + 1].unique()
-        self._held_out = ~torch.isin(new.clusters, seen)
-        kept = new.clusters[self._held_out].unique()
+        self._held_out = ~torch.isin(new.clusters, new.clusters[: first + 1])
+        kept = torch.unique(new.clusters[self._held_out])
         if not self._batches or len(kept) < 2:
             raise IsolossError(
                 f"the new text has {new.num_sequences} sequences of {int(new.clusters.max()) + 1} {new.clusters_name} "
@@ -159,17 +157,18 @@ class _Training:
         """Return the point of a learning rate; None where the training diverges."""
         parameters = [*self._old.parameters.values()]
         gradients = [parameter.grad for parameter in parameters]
-        with weights_restored(parameters), requiring_gradients(self._old.parameters):
-            optimizer = _OPTIMIZERS[self._optimizer](parameters, lr=rate)
+        optimizer = _OPTIMIZERS[self._optimizer](parameters, lr=rate)
+        with weights_restored(parameters):
             try:
-                for step in range(self._num_steps):
-                    batch = self._batches[step % len(self._batches)]
-                    for parameter, gradient in zip(parameters, self._old.of_batch(batch)[1], strict=True):
-                        parameter.grad = gradient
-                    optimizer.step()
+                with self._old.training() as of_batch:
+                    for step in range(self._num_steps):
+                        batch = self._batches[step % len(self._batches)]
+                        for parameter, gradient in zip(parameters, of_batch(batch)[1], strict=True):
+                            parameter.grad = gradient
+                        optimizer.step()
             finally:
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
+                for parameter, former in zip(parameters, gradients, strict=True):
+                    parameter.grad = former
             new = self._new.by_cluster(self._held_out)[self._kept]
             # all of them: a model that diverged has no finite logits, which `by_cluster` refuses elsewhere
             old = self._old.by_cluster(torch.ones_like(self._old.clusters, dtype=torch.bool))

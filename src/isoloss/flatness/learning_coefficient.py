@@ -16,7 +16,6 @@ from torch import nn
 from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness._curvature import MeanLoss
-from isoloss.flatness._parameters import requiring_gradients
 from isoloss.flatness.sharpness import refuse_half_precision, weights_restored
 from isoloss.model_checks import device_of
 from isoloss.statistics.estimate import Estimate
@@ -57,7 +56,7 @@ def local_learning_coefficient(
     Chains that have not converged give numbers that follow the settings. So there is no estimate unless split R-hat
     over chains is at most 1.05 and there are at least 100 effective draws (Gelman et al. 2013, Bayesian Data Analysis,
     sections 11.4 and 11.5), at this step and at half of it with twice as many draws, and both steps give values that
-    are within 5 %, or 3 errors, of each other.
+    are within 5 %, or 3 errors, of each other. The value is that of half the step.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are moved, and set back bit for bit.
@@ -74,8 +73,9 @@ def local_learning_coefficient(
         progress: Called with the number of chains done, of `2 num_chains`.
 
     Returns:
-        The coefficient, which has no unit. The error covers the draws, given these inputs: the variance over chains and
-        draws over the effective draws. Its details have `r_hat`, `effective_draws` and value and error `at_half_step`.
+        The coefficient, which has no unit. The error covers the draws, by the variance over chains and draws over the
+        effective draws, and the length of the step, by the difference of both values; the inputs are given. Its details
+        have `r_hat`, `effective_draws` and, of the whole step, value and error `at_step`.
 
     Raises:
         IsolossError: The chains have not converged, or left all finite losses; an argument is out of its range, a batch
@@ -109,9 +109,10 @@ def local_learning_coefficient(
             if progress is not None:
                 progress(number * num_chains + chain + 1)
         runs.append(chain_mean(heat * torch.stack(chains)))
-    found, half = runs
-    apart = abs(found.value - half.value)
-    alike = apart <= max(_SAME * abs(found.value), _ERRORS * math.hypot(found.stderr, half.stderr))
+    whole, half = runs
+    # to first order in the step, what is still wrong at half of it
+    apart = abs(whole.value - half.value)
+    alike = apart <= max(_SAME * abs(half.value), _ERRORS * math.hypot(whole.stderr, half.stderr))
     mixed = all(run.r_hat <= _LARGEST_R_HAT and run.effective_draws >= _FEWEST_DRAWS for run in runs)
     if not (alike and mixed):
         values, hats, draws = (
@@ -120,15 +121,15 @@ def local_learning_coefficient(
         )
         raise IsolossError(
             f"the chains have not converged: at the step {step_size:g} and at half of it the values are {values}, "
-            f"R-hat {hats} (at most {_LARGEST_R_HAT}), and the effective draws {draws} (at least {_FEWEST_DRAWS}): take "
-            f"{'more draws and a longer burn-in, or a stronger localization' if alike else 'a smaller step'}"
+            f"R-hat {hats} (at most {_LARGEST_R_HAT}), and the effective draws {draws} (at least {_FEWEST_DRAWS}): "
+            f"take {'more draws and a longer burn-in, or a stronger localization' if alike else 'a smaller step'}"
         )
     settings = {"localization": localization, "step_size": step_size, "draws": num_draws, "burn_in": burn_in}
     return Estimate(
-        value=found.value,
-        stderr=found.stderr,
-        samples=int(found.effective_draws),
-        unit="",
+        value=half.value,
+        stderr=math.hypot(half.stderr, apart),
+        samples=int(half.effective_draws),
+        unit="learning coefficient",
         num_predictions=loss.num_positions,
         num_probes=num_chains,
         method="local learning coefficient, stochastic gradient Langevin dynamics",
@@ -137,11 +138,11 @@ def local_learning_coefficient(
             **settings,
             "inverse_temperature": heat,
             "loss": level,
-            "r_hat": found.r_hat,
-            "effective_draws": found.effective_draws,
-            "at_half_step": [half.value, half.stderr],
+            "r_hat": half.r_hat,
+            "effective_draws": half.effective_draws,
+            "at_step": [whole.value, whole.stderr],
             "clusters": "effective draws",
-            "error_covers": "draws, given these inputs",
+            "error_covers": "draws and the length of the step, given these inputs",
         },
     )
 
@@ -154,27 +155,29 @@ class _Sampler:
         self._batches = [batch.checked for batch in loss.batches if batch.checked.predicts]
         # batches by their predictions: then the mean of their losses is L
         self._weights = torch.tensor([len(batch.targets) for batch in self._batches], dtype=torch.float64)
-        with requiring_gradients(loss.parameters):
-            self._before = [loss.of_batch(batch)[0] for batch in self._batches]
+        with loss.training() as of_batch:
+            self._before = [of_batch(batch)[0] for batch in self._batches]
 
     def rises(self, step_size: float, burn_in: int, num_draws: int, *names: int) -> torch.Tensor:
         """Return (D,) float64: the draws of a chain, whose random numbers are called `names`."""
-        parameters, rises = [*self._loss.parameters.values()], []
+        parameters: list[torch.Tensor] = [*self._loss.parameters.values()]
+        rises = []
         generator = seeds.generator(self._seed, "llc batches", *names)
         order = torch.multinomial(self._weights, burn_in + num_draws, replacement=True, generator=generator).tolist()
         noise = torch.Generator(device_of(self._loss.model)).manual_seed(seeds.derive(self._seed, "llc", *names))
         pull = step_size / 2 * self._localization
-        with weights_restored(parameters) as originals, requiring_gradients(self._loss.parameters):
+        with weights_restored(self._loss.parameters.values()) as originals, self._loss.training() as of_batch:
             for number in order:
-                value, gradients = self._loss.of_batch(self._batches[number])
+                value, gradients = of_batch(self._batches[number])
                 if not math.isfinite(value):
                     raise IsolossError(f"a chain left all finite losses at the step {step_size:g}: take a smaller one")
                 rises.append(value - self._before[number])
+                drawn = torch.randn(self._loss.num_parameters, generator=noise, device=noise.device)
                 with torch.no_grad():
-                    for parameter, original, gradient in zip(parameters, originals, gradients, strict=True):
-                        parameter.lerp_(original, pull).add_(gradient, alpha=-step_size / 2 * self._heat)
-                        drawn = torch.empty_like(parameter).normal_(generator=noise)
-                        parameter.add_(drawn, alpha=math.sqrt(step_size))
+                    # as one: a small model's time is all overhead
+                    torch._foreach_lerp_(parameters, originals, pull)
+                    torch._foreach_add_(parameters, [*gradients], alpha=-step_size / 2 * self._heat)
+                    torch._foreach_add_(parameters, self._loss.split(drawn), alpha=math.sqrt(step_size))
         return torch.tensor(rises[burn_in:], dtype=torch.float64)
 
 

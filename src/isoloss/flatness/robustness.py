@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from isoloss.errors import IsolossError
 from isoloss.flatness._curvature import MeanLoss
 from isoloss.flatness._linear_maps import LinearMaps, is_matrix, unrounded_weights
 from isoloss.flatness._measurement import UNIT
+from isoloss.flatness.formats import FORMATS, Rounding
 from isoloss.flatness.sharpness import gaussian_noise, weights_restored
 from isoloss.model_checks import unwrapped
 from isoloss.statistics.estimate import Estimate
@@ -31,74 +31,6 @@ from isoloss.statistics.ratio import ratio_estimate
 # of the sequences. With two draws each, draws are less than half of the squared error even of the difference of two
 # GPT-2s of width 32 from two initializations, and the fewer passes, the less of a small model's time is overhead
 _PARTS = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """Matrices of linear maps rounded to the nearest of `2^bits - 1` values, without calibration.
-
-    These are the weights of linear layers and all other parameters that a forward pass multiplies with activations as
-    matrices, such as experts in one tensor of three axes, or `x @ W`. The pass also shows which axes are a map's inputs
-    where a layer's class does not say; a matrix `weight` that it does not reach counts as (outputs, inputs).
-
-    Embeddings, norms, biases and positions stay as they are, and so do the routers of transformers' experts, the output
-    layer, and layers that share a weight with an embedding: the common low-bit formats leave them too. The output layer
-    is the one that `model.get_output_embeddings()` returns. A module without this method has its output layer rounded,
-    unless the layer shares its weight with an embedding.
-
-    Attributes:
-        bits: Bits per weight, from 2 to 8.
-        group_size: How many neighboring weights of an output share a scale; None: all weights of the output.
-    """
-
-    bits: int
-    group_size: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what no weight can be rounded to."""
-        if not 2 <= self.bits <= 8:
-            raise IsolossError(f"bits is {self.bits}; weights are rounded to between 2 and 8 bits")
-        if self.group_size is not None and self.group_size < 1:
-            raise IsolossError(f"group_size is {self.group_size}; a group has at least one weight")
-
-    def __str__(self) -> str:
-        groups = "per channel" if self.group_size is None else f"per group of {self.group_size}"
-        return f"weights of {self.bits} bits, {groups}"
-
-    def round(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a matrix (outputs, inputs) rounded.
-
-        The values of a group are `s k`: k is an integer from `-(2^(bits - 1) - 1)` to `2^(bits - 1) - 1`, and the scale
-        is `s = max |w| / (2^(bits - 1) - 1)`, so that the largest weight is kept. The last group of a row may be
-        smaller. Halves go to the even k.
-
-        Example:
-            >>> import torch
-            >>> from isoloss.flatness import Rounding
-            >>> Rounding(bits=4).round(torch.tensor([[-7.0, 3.4, 0.2], [0.07, 0.0, 0.004]]))
-            tensor([[-7.0000,  3.0000,  0.0000],
-                    [ 0.0700,  0.0000,  0.0000]])
-        """
-        outputs, inputs = weight.shape
-        size = self.group_size or inputs
-        largest = 2 ** (self.bits - 1) - 1
-        # in float32 at least: a scale in bfloat16 would move the values themselves
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        groups = F.pad(wide, (0, -inputs % size)).view(outputs, -1, size)
-        scales = groups.abs().amax(dim=2, keepdim=True) / largest
-        scales[scales == 0] = 1  # of zeros alone
-        rounded: torch.Tensor = (groups / scales).round() * scales
-        return rounded.view(outputs, -1)[:, :inputs].to(weight.dtype)
-
-    def weights(self, maps: Mapping[nn.Parameter, tuple[int, ...]]) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the rounded weights of the matrices of maps, each given with the axes that are its inputs."""
-        rounded = {}
-        for weight, axes in maps.items():
-            last = tuple(range(weight.ndim - len(axes), weight.ndim))
-            inputs_last = weight.detach().movedim(axes, last)
-            rows = inputs_last.flatten(last[0]).flatten(0, -2)
-            rounded[weight] = self.round(rows).view(inputs_last.shape).movedim(last, axes)
-        return rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +69,7 @@ Change = Rounding | Noise
 
 # what `isoloss.compare` measures of every model, by the name of the estimate
 ROBUSTNESS: Mapping[str, Change] = {
-    "int8_rise": Rounding(bits=8),
-    "int4_rise": Rounding(bits=4, group_size=128),
+    **{f"{name}_rise": FORMATS[name] for name in ("int8", "int4")},
     **{f"noise_{percent}%_rise": Noise(relative_std=percent / 100) for percent in (2, 5, 10)},
 }
 

@@ -385,15 +385,17 @@ def concat(panels: Sequence[Spec], note: str, *, together: int = 1) -> Spec:
     """
     width, height = SIZE
     datasets: dict[str, Sequence[Mapping[str, Any]]] = {}
+    names: dict[int, str] = {}  # by identity, so that rows that layers share are hashed once
     named = []
     for panel in panels:
         layers = []
         for one in panel["layer"]:
             rows = one["data"]["values"]
-            # the lines, bars and points of a panel have the same rows: by their hash, the page holds them once
-            name = f"data-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]}"
-            datasets[name] = rows
-            layers.append({**one, "data": {"name": name}})
+            if id(rows) not in names:
+                # the lines, bars and points of a panel have the same rows: by their hash, the page holds them once
+                names[id(rows)] = f"data-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]}"
+                datasets[names[id(rows)]] = rows
+            layers.append({**one, "data": {"name": names[id(rows)]}})
         named.append({**panel, "layer": layers, "width": width, "height": height})
     return {
         "$schema": f"https://vega.github.io/schema/vega-lite/v{VERSION}.1.json",

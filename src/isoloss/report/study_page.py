@@ -62,25 +62,22 @@ def render(
     `configs` the resolved config of each run, as TOML. Title, lede, cards and banner are those of
     `isoloss.report.html.page`.
     """
-    macros: Any = environment().get_template("study.html.j2").module
-    configs = configs or {}
-    # several charts may show the same rows: they are in the page once, and its script puts them back
-    datasets = {name: rows for figure in figures for name, rows in figure.chart["datasets"].items()}
-    specs = [figure.chart | {"datasets": list(figure.chart["datasets"])} for figure in figures]
-    drawn = [macros.drawing(figure, number, specs[number]) for number, figure in enumerate(figures)]
+    drawn = drawings(figures)
     first = [Section(title=figures[0].title, body=drawn[0])] if figures else []
     headed = [
         Markup("<h3>{}</h3>\n").format(figure.title) + one
         for figure, one in zip(figures[1:], drawn[1:], strict=True)
     ]  # fmt: skip
     more = [Section(title="More figures", body=Markup("\n").join(headed))] if headed else []
-    checkpoints = macros.checkpoints(
-        macros.body(checkpoint_cells(table, shown), configs),
-        table.height,
-        ("Run", "Group", "Size", "Parameters", "Step", *(m.axis_title for m in shown)),
-        (*data.COLUMNS, *(m.name for m in shown)),  # of the columns, in the files that the reader saves
+    checkpoints = every_checkpoint(
+        checkpoint_cells(table, shown),
+        {name: name.capitalize() for name in data.COLUMNS} | {m.name: m.axis_title for m in shown},
         {m.name: "fraction" if m.percent else m.unit for m in shown},
-        bool(configs),
+        identity=("run", "step"),
+        choices=("group", "size", "step"),
+        fields={name: (name, 1) for name in ("run", "group", "size")},
+        configs=configs,
+        elsewhere="export the study: its values are a table of their own",
     )
     return page(
         title=title,
@@ -93,12 +90,60 @@ def render(
             *more,
             *(each for each in sections if each.folded),
             Section(title="Every checkpoint", body=checkpoints, folded=True),
-            Section(title="How this was made", body=macros.made(command, settings), folded=True),
+            Section(title="How this was made", body=_macros().made(command, settings), folded=True),
         ],
-        end=macros.end(
-            json.dumps(_by_line(configs)), {name: _by_column(rows) for name, rows in datasets.items()}, _vega()
-        ),
+        end=scripts(figures, configs),
     )
+
+
+def drawings(figures: Sequence[Figure]) -> list[Markup]:
+    """Return the markup of figures, for the sections of a page that ends with their `scripts`."""
+    # several charts may show the same rows: they are in the page once, and its script puts them back
+    specs = [figure.chart | {"datasets": list(figure.chart["datasets"])} for figure in figures]
+    return [_macros().drawing(figure, number, specs[number]) for number, figure in enumerate(figures)]
+
+
+def every_checkpoint(
+    cells: Sequence[Sequence[Cell]],
+    headings: Mapping[str, str],
+    units: Mapping[str, str],
+    *,
+    identity: Sequence[str],
+    choices: Sequence[str],
+    fields: Mapping[str, tuple[str, float]],
+    elsewhere: str,
+    configs: Mapping[str, str] | None = None,
+) -> Markup:
+    """Return the table of all checkpoints, which can be filtered, sorted and saved, and goes with the charts.
+
+    Args:
+        cells: A row for each checkpoint, in the order of `headings`.
+        headings: The columns' headings by their keys, which saved files have as names.
+        units: The units of the columns that are measures, by their keys; the others are labels.
+        identity: The keys of the labels that name a checkpoint. The first is of its run, if there is a second.
+        choices: The keys of the labels to filter by.
+        fields: For each field that is picked in a chart the key of its column, and by what the chart multiplies it.
+        elsewhere: Where the reader finds the numbers if no script runs.
+        configs: The resolved config of each run, as TOML.
+    """
+    numbers = [key for column, key in enumerate(headings) if any(row[column][1] is not None for row in cells)]
+    about = {"id": identity, "choices": choices, "fields": fields, "numbers": numbers}
+    rows = _macros().body(cells, configs or {})
+    made: Markup = _macros().checkpoints(rows, len(cells), headings, units, about, bool(configs), elsewhere)
+    return made
+
+
+def scripts(figures: Sequence[Figure], configs: Mapping[str, str] | None = None) -> Markup:
+    """Return the end of a page that has the `drawings` of these figures and `every_checkpoint`."""
+    rows = {name: each for figure in figures for name, each in figure.chart["datasets"].items()}
+    datasets = {name: _by_column(each) for name, each in rows.items()}
+    made: Markup = _macros().end(json.dumps(_by_line(configs or {})), datasets, _vega())
+    return made
+
+
+@functools.cache
+def _macros() -> Any:
+    return environment().get_template("study.html.j2").module
 
 
 def checkpoint_cells(table: pl.DataFrame, shown: Sequence[Column]) -> list[list[Cell]]:

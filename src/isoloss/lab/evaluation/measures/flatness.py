@@ -6,7 +6,7 @@ The functions are imported when a measure is taken, because settings and their h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -365,20 +365,39 @@ def noise_sharpness(
     return flatness.noise_sharpness(model, batches, **given, **options)
 
 
-def int8_rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
-    """Rise of the loss when the weights of linear maps are rounded to 8 bits, with one scale for each output."""
-    return _rise(model, batches, "int8_rise", causal=causal, progress=progress)
+def _rise_of(name: str, values: str) -> Callable[..., Estimate]:
+    """Return the measure of the rise under one of `isoloss.flatness.formats.FORMATS`."""
+
+    def rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
+        from isoloss.flatness.formats import FORMATS
+        from isoloss.flatness.robustness import loss_rises
+
+        return loss_rises(model, batches, {name: FORMATS[name]}, causal=causal, progress=progress)[name]
+
+    rise.__doc__ = f"Rise of the loss when the weights of linear maps are rounded to {values}."
+    return rise
 
 
-def int4_rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
-    """Rise of the loss when the weights of linear maps are rounded to 4 bits, with one scale for each 128 weights."""
-    return _rise(model, batches, "int4_rise", causal=causal, progress=progress)
+int8_rise = _rise_of("int8", "8 bits, with one scale for each output")
+int4_rise = _rise_of("int4", "4 bits, with one scale for each 128 weights")
+int3_rise = _rise_of("int3", "3 bits, with one scale for each 128 weights")
+int2_rise = _rise_of("int2", "2 bits, with one scale for each 128 weights")
+int4_asymmetric_128_rise = _rise_of(
+    "int4-asymmetric-128", "4 bits, with a scale and a zero for each 128 (torchao, AWQ)"
+)
+int4_asymmetric_32_rise = _rise_of("int4-asymmetric-32", "4 bits, with a scale and a zero for each 32 (torchao, AWQ)")
+int4_gptq_rise = _rise_of("int4-gptq", "the symmetric grid of GPTQ: 4 bits, 128 weights a scale, no calibration")
+nf4_rise = _rise_of("nf4", "NF4 in blocks of 64 (bitsandbytes, without double quantization)")
 
 
-def _rise(model: Any, batches: Any, name: str, **options: Any) -> Estimate:
-    from isoloss.flatness.robustness import ROBUSTNESS, loss_rises
+def noise_rise(
+    model: Any, batches: Any, *, seed: int = 0, causal: bool | None = None, progress: Any = None
+) -> Estimate:
+    """Rise of the loss under noise of 10 % of each tensor's root mean square, in pairs of opposite sign."""
+    from isoloss.flatness import Noise, loss_rises
 
-    return loss_rises(model, batches, {name: ROBUSTNESS[name]}, **options)[name]
+    change = Noise(relative_std=0.1, seed=seed)
+    return loss_rises(model, batches, {"noise": change}, causal=causal, progress=progress)["noise"]
 
 
 def llc(
@@ -442,7 +461,9 @@ def barrier(
 def _why_no_frontier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
     if not getattr(measure, "frontier_with"):  # noqa: B009 - a setting
         return "frontier_with names no other text"
-    return "it takes two texts, and the model is measured on a language: add --data" if context.read_text is None else None
+    return (
+        "it takes two texts, and the model is measured on a language: add --data" if context.read_text is None else None
+    )
 
 
 @requires(_why_no_frontier)

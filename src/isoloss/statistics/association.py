@@ -1,0 +1,314 @@
+"""Which measure predicts which outcome at one loss: correlations given the loss, over checkpoints in clusters.
+
+Shapes: N checkpoints in G clusters of at most S; P permutations of the clusters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from isoloss import seeds
+from isoloss.errors import IsolossError, did_you_mean
+from isoloss.statistics.checking import column, labels, positive
+from isoloss.statistics.correlation import Correlation, GranulatedKendall, correlation, granulated_kendall
+from isoloss.statistics.significance import LOSS_MARGIN, holm
+from isoloss.statistics.tables import probability
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.intp]
+
+# words in the names of measures that are above 0 and differ between models by factors
+SCALES = {"trace", "fisher", "eigenvalue", "eigenvalues", "sharpness", "flatness", "norm"}
+_LEVEL = 0.05
+_ALL = 7  # clusters: of so many all permutations are taken, at most 5,040
+_DRAWN = 9_999  # permutations of more clusters
+_NONE_LEFT = 1e-9  # of a variable's range: what the loss leaves of it counts as nothing
+_SAME = 1e-9  # below it, differences of correlations are rounding
+_RESAMPLES = 100  # as few as may be: the bootstrap's interval is not used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Association:
+    """Whether a measure predicts an outcome at one loss.
+
+    Attributes:
+        measure: The column's name.
+        outcome: The column's name.
+        given: The name of the loss.
+        over: The names of the clusters and, where they are given, of the levels.
+        logarithms: Which of measure and outcome are taken as logarithms.
+        pearson: The partial correlation given the loss, with its error over clusters; None where there is a `problem`.
+        spearman: The same of ranks.
+        kendall: The granulated coefficient of the residuals given the loss; None without hyper-parameters.
+        within_band: Pearson's over checkpoints at one loss, with nothing held fixed.
+        band: Which checkpoints these are.
+        over_levels: `pearson` with its error over levels, such as recipes; None without levels.
+        p_permutation: Of no correlation given the loss, by permutations of whole clusters.
+        p_adjusted: The same after Holm's correction for all pairs that have one.
+        detectable: The smallest true correlation that is found with 80 % power after that correction; 1 where none is.
+        observations: N.
+        clusters: G.
+        missing: Why a part that was asked for is None, by its name.
+        problem: Why there is no correlation; empty where there is one.
+    """
+
+    measure: str
+    outcome: str
+    given: tuple[str, ...]
+    over: tuple[str, ...]
+    logarithms: tuple[str, ...] = ()
+    pearson: Correlation | None = None
+    spearman: Correlation | None = None
+    kendall: GranulatedKendall | None = None
+    within_band: Correlation | None = None
+    band: str = ""
+    over_levels: Correlation | None = None
+    p_permutation: float = math.nan
+    p_adjusted: float = math.nan
+    detectable: float = math.nan
+    observations: int = 0
+    clusters: int = 0
+    missing: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def shown(self) -> bool:
+        """Whether the 95 % interval over clusters is without 0, and the adjusted p-value below 0.05."""
+        return self.pearson is not None and _without_0(self.pearson) and self.p_adjusted < _LEVEL
+
+    def sentence(self) -> str:
+        """Return the answer, which is "predicts" only where this is `shown`."""
+        measure, outcome = (f"log {name}" if name in self.logarithms else name for name in (self.measure, self.outcome))
+        if self.pearson is None:
+            return f"Whether {measure} predicts {outcome} at one loss is not known ({self.problem})."
+        intervals = [
+            f"({found.interval95[0]:.2f} to {found.interval95[1]:.2f}) over {found.clusters} {name.removesuffix('s')}s"
+            for name, found in zip(self.over, (self.pearson, self.over_levels), strict=False)
+            if found is not None
+        ]
+        if self.over_levels is not None and not _without_0(self.over_levels):
+            intervals[1] += ", which does not show it"
+        smallest = f"{self.detectable:.2f}"
+        return (
+            f"At one loss, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}: "
+            f"r = {self.pearson.value:.2f} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; the "
+            f"smallest correlation that this suite could show is {'none' if smallest == '1.00' else smallest}."
+        )
+
+    def __str__(self) -> str:
+        return self.sentence()
+
+
+def associate(
+    columns: Mapping[str, ArrayLike],
+    *,
+    measures: Sequence[str],
+    outcomes: Sequence[str],
+    loss: str,
+    clusters: str,
+    levels: str | None = None,
+    along: str | None = None,
+    hyperparameters: Sequence[str] = (),
+    loss_margin: float = LOSS_MARGIN,
+    seed: int = 0,
+) -> tuple[Association, ...]:
+    """Return for each measure and outcome whether the one predicts the other at one loss.
+
+    Pearson's and Spearman's correlation are partial ones given the loss, with the interval over clusters of
+    `isoloss.statistics.correlation.correlation`. The granulated Kendall coefficient is of the residuals after least
+    squares on the loss: few pairs that differ in one hyper-parameter alone have one loss, and Kendall's partial tau is
+    not 0 where the two are independent given the loss. Its error leaves out that of the least squares.
+
+    `within_band` is over the checkpoints in the window of losses, `loss_margin` wide, that has the most clusters. With
+    `along`, where more clusters pass one loss than that, it is over runs (checkpoints of one cluster, level and
+    setting of the other hyper-parameters) at the lowest loss that the most clusters pass: each where it first has
+    it, on the line between two neighboring steps. Nothing is extrapolated.
+
+    The p-value permutes the residuals of the outcome given the loss (Freedman and Lane, 1983) by whole clusters, the
+    k-th checkpoint along the steps to the place of a k-th; where a cluster has no k-th, its residual is 0. The
+    statistic is the size of the partial correlation. Up to 7 clusters all permutations are taken, else 9,999 draws.
+    What all clusters share along the steps is in every permutation: where that makes up the correlation, p is large.
+
+    A measure or outcome with `trace`, `fisher`, `eigenvalue`, `sharpness`, `flatness` or `norm` as a word of its name
+    enters as a logarithm where all its values are above 0: such measures differ between models by factors.
+
+    Args:
+        columns: By name, N values or labels, one for each checkpoint; NaN or None where there is none, which leaves
+            the checkpoint out of the pairs that need it.
+        measures: Names of columns.
+        outcomes: Names of columns.
+        loss: The column of the loss.
+        clusters: The column of what is independent, such as the seed; at least 3.
+        levels: The column of what the answer should hold for others of, such as the recipe.
+        along: The column of the steps.
+        hyperparameters: Columns, as for `isoloss.statistics.correlation.granulated_kendall`.
+        loss_margin: Nats per predicted token within which two losses count as the same.
+        seed: Of the permutations that are drawn; the stream is `"association"`.
+
+    Raises:
+        IsolossError: The column of the loss or of labels is not there. What is wrong with a measure or an outcome is
+            the `problem` of its pairs.
+
+    Example:
+        >>> from isoloss.statistics.association import associate
+        >>> suite = {"seed": [0, 0, 1, 1, 2, 2, 3, 3, 4, 4], "loss": [3, 2, 3.1, 2, 3, 2.1, 3.2, 2, 3, 2.2]}
+        >>> suite["trace"] = [90, 30, 60, 21, 77, 26, 44, 15, 80, 34]
+        >>> suite["acc"] = [0.61, 0.70, 0.66, 0.73, 0.62, 0.72, 0.67, 0.77, 0.62, 0.67]
+        >>> found = associate(suite, measures=["trace"], outcomes=["acc"], loss="loss", clusters="seed")
+        >>> print(*found)  # doctest: +NORMALIZE_WHITESPACE
+        At one loss, log trace predicts acc: r = -0.96 (-1.00 to -0.72) over 5 seeds, p 0.008 after Holm; the smallest
+        correlation that this suite could show is 0.89.
+    """
+    positive("loss_margin", loss_margin)
+    labeled = [name for name in (clusters, levels, along, *hyperparameters) if name is not None]
+    over = (clusters,) if levels is None else (clusters, levels)
+
+    def associated(measure: str, outcome: str) -> Association:
+        none = Association(measure=measure, outcome=outcome, given=(loss,), over=over)
+        try:
+            kept, logarithms = _values(columns, [measure, outcome], loss, labeled)
+            x, y, at, of = kept[measure], kept[outcome], kept[loss], kept[clusters]
+            names, codes = labels(of, len(x), least=3)
+            found = dataclasses.replace(none, logarithms=logarithms, observations=len(x), clusters=len(names))
+            steps = np.zeros(len(x)) if along is None else column(along, kept[along])
+            about: dict[str, Any] = {"given": {"loss": at}, "resamples": _RESAMPLES}
+            pearson = correlation(x, y, of, **about)
+            of_run = [labels(kept[name], len(x), 1, name)[1] for name in labeled if name != along]
+        except IsolossError as error:
+            return dataclasses.replace(none, problem=str(error))
+        runs = np.unique(of_run, axis=1, return_inverse=True)[1].reshape(-1) if along is not None else None
+        (x_there, y_there, _), rows, band = _at_one_loss(np.stack([x, y, at]), codes, runs, steps, loss_margin)
+        parts: dict[str, Callable[[], Any]] = {
+            "spearman": lambda: correlation(x, y, of, kind="spearman", **about),
+            "within_band": lambda: correlation(x_there, y_there, [of[i] for i in rows], resamples=_RESAMPLES),
+        }
+        if levels is not None:
+            parts["over_levels"] = lambda: correlation(x, y, kept[levels], **about)
+        if hyperparameters:
+            chosen = {name: kept[name] for name in hyperparameters}
+            parts["kendall"] = lambda: granulated_kendall(_residuals(x, at), _residuals(y, at), chosen, of)
+        made, missing = {}, {}
+        for name, make in parts.items():
+            try:
+                made[name] = make()
+            except IsolossError as error:
+                missing[name] = str(error)
+        p = _permutation_p(x, y, at, codes, steps, seed)
+        return dataclasses.replace(found, pearson=pearson, band=band, p_permutation=p, missing=missing, **made)
+
+    found = [associated(*pair) for pair in itertools.product(measures, outcomes)]
+    tests = {f"{i}": each.p_permutation for i, each in enumerate(found) if each.pearson is not None}
+    for i, p in (holm(tests) if tests else {}).items():
+        each = found[int(i)]
+        assert each.pearson is not None
+        smallest_p = 1 / (math.factorial(each.clusters) if each.clusters <= _ALL else _DRAWN + 1)
+        can_be_shown = len(tests) * smallest_p < _LEVEL
+        detectable = each.pearson.detectable(alpha=_LEVEL / len(tests)) if can_be_shown else 1.0
+        found[int(i)] = dataclasses.replace(each, p_adjusted=p, detectable=detectable)
+    return tuple(found)
+
+
+def _without_0(found: Correlation) -> bool:
+    low, high = found.interval95
+    return low > 0 or high < 0
+
+
+def _values(
+    columns: Mapping[str, Any], pair: Sequence[str], loss: str, labeled: Sequence[str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the columns of the checkpoints that lack no value, and which are logarithms."""
+    names = list(dict.fromkeys([*pair, loss, *labeled]))
+    for name in names:
+        if name not in columns:
+            raise IsolossError(f"there is no column {name!r}{did_you_mean(name, columns)}")
+        if len(columns[name]) != len(columns[loss]):
+            raise IsolossError(f"{name} has {len(columns[name])} values, but {loss} has {len(columns[loss])}")
+    there = [[value is not None and value == value for value in columns[name]] for name in names]
+    rows = np.flatnonzero(np.all(there, axis=0)).tolist()
+    if not rows:
+        empty = next((name for name, some in zip(names, there, strict=True) if not any(some)), " and ".join(names))
+        raise IsolossError(f"no checkpoint has a value of {empty}")
+    kept: dict[str, Any] = {name: [columns[name][i] for i in rows] for name in names}
+    kept |= {name: column(name, kept[name]) for name in (*pair, loss)}
+    scales = [name for name in dict.fromkeys(pair) if SCALES & {*re.split("[^a-z]+", name.lower())}]
+    logarithms = tuple(name for name in scales if kept[name].min() > 0)
+    kept |= {name: np.log(kept[name]) for name in logarithms}
+    for name in pair:
+        if np.ptp(kept[name]) == 0:
+            raise IsolossError(f"{name} is the same in all {len(rows)} checkpoints that have {' and '.join(pair)}")
+        if np.ptp(_residuals(kept[name], kept[loss])) < _NONE_LEFT * np.ptp(kept[name]):
+            raise IsolossError(f"given {loss}, nothing is left of {name}")
+    return kept, logarithms
+
+
+def _residuals(values: Floats, loss: Floats) -> Floats:
+    """Return what least squares on the loss and a constant leave of values (N,)."""
+    off, centered = loss - loss.mean(), values - values.mean()
+    residuals: Floats = centered - off * (off @ centered) / ((off @ off) or 1.0)
+    return residuals
+
+
+def _at_one_loss(
+    values: Floats, codes: Integers, runs: Integers | None, steps: Floats, margin: float
+) -> tuple[Floats, Integers, str]:
+    """Return checkpoints at one loss as columns of x, y and losses (3, n), whose clusters they have, and a text."""
+    order = np.argsort(values[2], kind="stable")
+    loss = values[2][order]
+    bands = [order[i:end] for i, end in enumerate(np.searchsorted(loss, loss + margin, side="right"))]
+    band = max(bands, key=lambda rows: (len({*codes[rows]}), len(rows)))  # of equal ones the lowest
+    paths = []  # the rows of each run in the order of its steps
+    for run in [] if runs is None else np.unique(runs):
+        rows = np.flatnonzero(runs == run)
+        if 1 < len(rows) == len({*steps[rows]}):
+            paths.append(rows[np.argsort(steps[rows])])
+    if paths:
+        lows, highs = np.array([(values[2, rows].min(), values[2, rows].max()) for rows in paths]).T
+        first = np.array([rows[0] for rows in paths])
+        passing = [np.flatnonzero((lows <= low) & (low <= highs)) for low in np.sort(lows)]
+        most = max(passing, key=lambda some: (len({*codes[first[some]]}), len(some)))
+        if len({*codes[first[most]]}) > len({*codes[band]}):
+            level, points, between = lows[most].max(), [], 0
+            for path in (values[:, paths[i]] for i in most):
+                off = path[2] - level
+                i = np.flatnonzero(off[:-1] * off[1:] <= 0)[0]
+                part = off[i] / ((off[i] - off[i + 1]) or 1.0)
+                points.append(path[:, i] + part * (path[:, i + 1] - path[:, i]))
+                between += 0 < part < 1
+            about = f"{len(points)} checkpoints at a loss of {level:.4g}, of which {between} are interpolated"
+            return np.array(points).T, first[most], about
+    low, high = values[2, band].min(), values[2, band].max()
+    return values[:, band], band, f"{len(band)} checkpoints with losses from {low:.4g} to {high:.4g}"
+
+
+def _permutation_p(x: Floats, y: Floats, loss: Floats, codes: Integers, steps: Floats, seed: int) -> float:
+    """Return the p-value of x and y given the loss, by permutations of the clusters' residuals."""
+    sizes = np.bincount(codes)
+    groups = np.arange(len(sizes))
+    order = np.lexsort((steps, codes))
+    kth = np.arange(len(x)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    wide = np.zeros((4, len(groups), sizes.max()))  # clusters' checkpoints in the order of their steps
+    variables = _residuals(y, loss), _residuals(x, loss), loss - loss.mean(), np.ones(len(x))
+    wide[:, codes[order], kth] = np.stack(variables)[:, order]
+    moved, own = wide[0], wide[1:]
+    # what the residuals of cluster h at the place of cluster g add (4, G, G) to their products with the residuals of x
+    # and with the loss, to their sum and to the sum of their squares
+    added = np.concatenate([own @ moved.T, own[2:] @ np.square(moved).T])
+    if len(groups) <= _ALL:
+        orders = np.array(list(itertools.permutations(groups)))
+    else:
+        rng = np.random.default_rng(seeds.derive(seed, "association"))
+        orders = np.vstack([groups, rng.permuted(np.tile(groups, (_DRAWN, 1)), axis=1)])
+    product, on_loss, total, square = (each[groups, orders].sum(axis=1) for each in added)
+    # of the permuted residuals, again given the loss
+    left = square - total**2 / len(x) - on_loss**2 / (np.square(own[1]).sum() or 1.0)
+    size = np.abs(product) / np.sqrt(np.maximum(left, _NONE_LEFT * square[0]) * np.square(own[0]).sum())
+    return float(np.mean(size >= size[0] - _SAME))

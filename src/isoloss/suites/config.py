@@ -1,0 +1,222 @@
+"""What a suite is: checkpoints by patterns, the texts and measures, and what counts as independent.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isoloss import config as configs
+from isoloss.checkpoints.places import expand_checkpoints
+from isoloss.config import setting
+from isoloss.errors import IsolossError, did_you_mean, warn
+from isoloss.lab.evaluation.external import ExternalCheckpoint
+from isoloss.lab.evaluation.input_config import InputConfig
+from isoloss.lab.evaluation.measures.base import make_measure
+from isoloss.registry import MEASURES
+from isoloss.statistics.significance import LOSS_MARGIN
+from isoloss.text import hub_datasets
+
+MEASURED = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise")
+RISES = ("int4-rise", "noise-rise")  # the outcomes of a suite that names none
+TASKS = "lm-eval:"  # how an outcome that lm-evaluation-harness measures begins
+COLUMNS = (
+    *("checkpoint", "text", "measure", "value", "stderr", "low", "high", "unit", "samples", "problem", "sha256"),
+)
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_WILDCARDS = {"*": r"[^/]*", "?": r"[^/]"}
+_SERIES = re.compile(r"(.*?)(\d+)/?")  # a name that ends with its step
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteConfig:
+    """A suite of checkpoints, as `isoloss suite` reads it from TOML.
+
+    Attributes:
+        checkpoints: Folders, names on the Hugging Face hub (`NAME@REVISION`) and patterns of either. What a name has in
+            the place of `{seed}` is its label `seed`; digits are a whole number. `*` stands for anything.
+        cluster: The label of what is independent, such as `seed`; empty: all labels but `along` together, so that each
+            training is a cluster.
+        along: The label of the place in a training; empty: `step`, where there is such a label.
+        levels: The label of what else the conclusion is to hold over, such as optimizers or recipes; empty: none.
+        texts: What the checkpoints are measured on, by name: text, a dataset or token ids, as for `isoloss measure`.
+            None: the language of the checkpoints' runs, or else `python:docs`.
+        measures: Names of measures (`isoloss ls measures`). The loss is measured in any case.
+        outcomes: What is to be predicted: measures, `lm-eval:TASK`, or names of what is imported. None: the rises of
+            the loss.
+        settings: Settings of the measures, by the names of their fields.
+        inputs: How the texts become inputs, the same for all checkpoints.
+        loss_margin: How far losses may be apart to count as the same, in nats per predicted token.
+        parameters: For `--plan` where neither files nor the hub are at hand: number of parameters by a label's name and
+            value, such as `{size = {14m = 14_067_712}}`.
+        device: auto, cpu, cuda.
+        trust_remote_code: Whether code that comes with a checkpoint may run.
+
+    Example:
+        >>> from isoloss.config import from_dict
+        >>> from isoloss.suites.config import SuiteConfig
+        >>> config = from_dict(SuiteConfig, {"checkpoints": ["lab/tiny-seed{seed}@step{step}"], "cluster": "seed"})
+        >>> config.measured
+        ('loss', 'trace', 'minimal-trace', 'int4-rise', 'noise-rise')
+    """
+
+    checkpoints: tuple[str, ...]
+    cluster: str = ""
+    along: str = ""
+    levels: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    measures: tuple[str, ...] = MEASURED
+    outcomes: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    inputs: InputConfig = field(default=InputConfig())
+    loss_margin: float = setting(LOSS_MARGIN, above=0)
+    parameters: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    device: str = "auto"
+    trust_remote_code: bool = False
+
+    def check_fields(self) -> None:
+        """Refuse an unknown measure or setting, a text that is not there, and tables of other things than they take."""
+        if not self.checkpoints:
+            raise IsolossError("checkpoints is empty; name folders, names on the Hugging Face hub, or patterns")
+        for name in ("texts", "settings", "parameters"):
+            if not isinstance(table := getattr(self, name), Mapping):
+                raise IsolossError(f"{name} is {table!r}; it must be a table, such as texts = {{docs = 'docs.txt'}}")
+        for name, data in self.texts.items():
+            if not isinstance(data, str):
+                raise IsolossError(f"the text {name} is {data!r}; it must be a file, a folder or a dataset")
+            hub_datasets.check_data(Path(data))
+        for name in self.measured:
+            make_measure(name, self.settings)
+        self.inputs.check()
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The names of all that is measured on the texts: the loss, the measures, and the outcomes that are some."""
+        outcomes = [name for name in self.outcomes if is_measure(name)]
+        return tuple(dict.fromkeys(("loss", *self.measures, *outcomes)))
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks of lm-evaluation-harness among the outcomes."""
+        return tuple(name.removeprefix(TASKS) for name in self.outcomes if name.startswith(TASKS))
+
+    def sources(self) -> dict[str, str]:
+        """Return 16 hexadecimal digits over the content of each text and how it is read, by the text's name."""
+        found = {}
+        for name, data in self.texts.items():
+            found[name] = ExternalCheckpoint(checkpoint="", data=data, inputs=self.inputs).fingerprint
+        return found or {"": configs.fingerprint(self.inputs)}
+
+
+def is_measure(name: str) -> bool:
+    """Whether an outcome is measured here, and not imported."""
+    try:
+        MEASURES.match(name)
+    except IsolossError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Member:
+    """A checkpoint of a suite."""
+
+    name: str  # a folder, or NAME or NAME@REVISION on the Hugging Face hub
+    labels: Mapping[str, int | str]  # what its name says of it
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder with what was measured of it: safe, and another one for every name."""
+        plain = re.sub(r"[^\w.-]+", "-", self.name, flags=re.ASCII)[-80:].strip("-.")
+        return f"{plain}-{hashlib.sha256(self.name.encode(errors='surrogateescape')).hexdigest()[:8]}"
+
+
+def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None) -> list[Member]:
+    """Return the checkpoints that a suite's patterns stand for, in their order, each once.
+
+    A pattern that stands for none is left out with a warning.
+
+    Raises:
+        IsolossError: There are no checkpoints at all, braces hold no name that a column can have, or `cluster`, `along`
+            or `levels` is no label.
+    """
+    found: dict[str, Mapping[str, int | str]] = {}
+    problems = []
+    for pattern in config.checkpoints:
+        is_literal = Path(pattern).expanduser().exists()
+        names = [] if is_literal else _label_names(pattern)
+        try:
+            matching = expand_checkpoints([pattern if is_literal else _BRACES.sub("*", pattern)], say)
+        except IsolossError as error:
+            problems.append(error)
+            continue
+        regex = re.compile("" if is_literal else _as_regex(pattern))
+        for name in matching:
+            if not names:
+                found.setdefault(name, _step_of(name) if len(matching) > 1 else {})
+            elif match := regex.fullmatch(name):
+                found.setdefault(name, {key: _value(text) for key, text in match.groupdict().items()})
+    if not found:
+        raise problems[0] if problems else IsolossError(f"no checkpoint matches {', '.join(config.checkpoints)}")
+    for problem in problems:
+        warn(f"left out: {problem}")
+    labels = label_names(found.values())
+    for role in ("cluster", "along", "levels"):
+        if (name := getattr(config, role)) and name not in labels:
+            known = did_you_mean(name, labels) or f"; the labels are {', '.join(labels) or 'none: there are no braces'}"
+            raise IsolossError(f"{role} is {name!r}, which is no label of the checkpoints{known}")
+    return [Member(name, of_it) for name, of_it in found.items()]
+
+
+def label_names(labels: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
+    """Return the names of the labels of some checkpoints, each once."""
+    return tuple(dict.fromkeys(name for each in labels for name in each))
+
+
+def _label_names(pattern: str) -> list[str]:
+    names = _BRACES.findall(pattern)
+    for name in names:
+        if not name.isidentifier() or name in COLUMNS:
+            raise IsolossError(
+                f"{pattern!r} has {{{name}}}: braces hold the name of a column, such as seed, and none of "
+                f"{', '.join(COLUMNS)}"
+            )
+    return names
+
+
+def _as_regex(pattern: str) -> str:
+    """Return the regular expression of a pattern; braces that occur twice stand for the same text."""
+    parts, seen = [], set()
+    for name, wildcard, other in re.findall(r"\{([^{}]*)\}|([*?]|\[[^]]+\])|(.)", pattern, flags=re.DOTALL):
+        if name:
+            parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>[^/]+?)")
+            seen.add(name)
+        elif wildcard:
+            parts.append(_WILDCARDS.get(wildcard, wildcard.replace("[!", "[^")))
+        else:
+            parts.append(re.escape(other))
+    return "".join(parts)
+
+
+def _step_of(name: str) -> dict[str, int | str]:
+    """Return the labels of a checkpoint in a series that was named without braces: the series, and the step."""
+    match = _SERIES.fullmatch(name)
+    return {} if match is None else {"series": match[1], "step": int(match[2])}
+
+
+def _value(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def replaced(config: SuiteConfig, changes: Mapping[str, Any]) -> SuiteConfig:
+    """Return a config with other values of some fields; tables of settings and inputs are merged."""
+    inputs = dataclasses.replace(config.inputs, **changes.get("inputs", {}))
+    settings = {**config.settings, **changes.get("settings", {})}
+    return configs.replaced(config, {**changes, "inputs": inputs, "settings": settings})

@@ -1,0 +1,399 @@
+"""The page of a suite of checkpoints: what predicts what at one loss, charts whose selections are linked, all numbers.
+
+All charts share one list of rows, which the page has once. A selection in one chart brings the same checkpoints forward
+in the others, and marks them in the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+from markupsafe import Markup
+
+from isoloss import config as configs
+from isoloss.report import charts, data
+from isoloss.report.charts import Spec, layer, nominal
+from isoloss.report.html import Card, Section, page
+from isoloss.report.html import table as html_table
+from isoloss.report.study_page import Cell, Figure, drawings, every_checkpoint, scripts
+from isoloss.statistics.association import Association
+from isoloss.statistics.correlation import Correlation
+from isoloss.statistics.estimate import number as in_words
+from isoloss.statistics.estimate import rounded
+from isoloss.statistics.tables import probability, short_names
+from isoloss.studies.page import without_folders
+from isoloss.suites.table import SuiteTable, column_name
+
+_CARDS, _PAIRS = 5, 3  # the strongest answers have a card each, and panels in the first figure
+_LOSSES = ["#4A5FD9", "#B455A0", "#E0782F"]  # of the lowest loss to the highest: seen on white and on dark paper
+_UP, _DOWN = "0 114 178", "213 94 0"  # colors of positive and negative correlations
+_LETTERS = 40  # of a line of an axis' title
+_JUMP, _ERRORS = 5, 3  # a jump is a rise by so many times what a change differs from the next, and so many errors
+_JUMPING = ("loss", "trace", "minimal-trace")
+_FEW = 100  # checkpoints, from which markers are smaller
+_DIMMED = 0.12
+_PICKS: dict[str, Spec] = {
+    "hovered": {"type": "point", "fields": ["checkpoint"], "on": "pointerover", "clear": "pointerout"},
+    "picked_checkpoint": {"type": "point", "fields": ["checkpoint"], "on": "click", "clear": "dblclick"},
+    "picked_area": {"type": "interval", "clear": "dblclick"},
+}
+_PICKING = (
+    "Drag over an area or click a point to bring the same checkpoints forward in every figure; double-click clears. "
+    "The filters of the table of every checkpoint do the same."
+)
+_READING = (
+    "r at one loss is the partial correlation given the loss: what a straight line in the loss explains is taken out "
+    "of the measure and of the outcome, and r says how the rest goes together, from −1 over 0 (not at all) to 1.\n"
+    "The interval holds the true r for 95 of 100 suites like this one. Checkpoints of one cluster are not independent: "
+    "the number of clusters decides how wide it is.\n"
+    "p is the probability of a correlation as strong as this if there were none, by permuting whole clusters, with "
+    "Holm's correction for all pairs. A pair is shown if p is below 0.05 and the interval is without 0.\n"
+    "The smallest r that the suite could show is the true correlation that is found with a probability of 80 %. A pair "
+    "that is not shown may have a correlation of up to that size.\n"
+    "A jump is a rise of the loss or of a trace, from one checkpoint of a training to the next, by more than "
+    f"{_JUMP} times what one change differs from the next, in the median of that training, and by more than {_ERRORS} "
+    "standard errors. Logarithms are compared where values differ by more than ten times."
+)
+
+
+def suite_page(table: SuiteTable, associations: Sequence[Association], *, command: str = "") -> str:
+    """Return the page of a suite as one HTML document that loads nothing.
+
+    Args:
+        table: The suite's numbers.
+        associations: Of its measures and outcomes, in the order of the matrix; empty where there are no outcomes.
+        command: The command line that makes the page, which is shown at its end.
+    """
+    suite = _Suite(table)
+    # what is shown comes first, the strongest first; what is not known comes last
+    answers = sorted(associations, key=lambda each: (not each.shown, -abs(each.pearson.value) if each.pearson else 1))
+    figures = list(suite.figures(answers))
+    parts = [
+        Section(title=figure.title, body=body, folded=number > 1)
+        for number, (figure, body) in enumerate(zip(figures, drawings(figures), strict=True))
+    ]
+    outcomes = list(dict.fromkeys(each.outcome for each in associations))
+    asked = " and ".join(outcomes) if 0 < len(outcomes) < 3 else "what"
+    lede = f"{len(suite.rows)} checkpoints"
+    if answers:
+        lede += (
+            f" in {len({*table.clusters()})} clusters ({answers[0].over[0]}). A measure predicts an "
+            "outcome at one loss if the two go together among checkpoints of one loss: r is their correlation with the "
+            "loss held fixed, from −1 to 1. Shown means: more than chance, corrected for the number of pairs."
+        )
+    sections = [
+        Section(title="Measures by outcomes", body=_matrix(associations) if associations else ""),
+        *(each for each in parts if not each.folded),
+        Section(title="Copies and jumps", body="\n".join([*suite.copies(), *suite.jumps()])),
+        Section(title="Empty cells", body="\n".join(table.problems())),
+        *(each for each in parts if each.folded),
+        Section(title="Every answer", body="\n".join(each.sentence() for each in answers), folded=True),
+        Section(title="Every test", body=_tests(answers) if answers else "", folded=True),
+        Section(title="Every checkpoint", body=suite.checkpoints(), folded=True),
+        Section(title="How to read this", body=_READING, folded=True),
+        Section(title="How it was measured", body=_made(table, command), folded=True),
+    ]
+    return page(
+        title=f"At one loss, what predicts {asked}?",
+        lede=lede,
+        cards=_cards(answers),
+        sections=[each for each in sections if each.body],
+        end=scripts(figures),
+    )
+
+
+def _cards(answers: Sequence[Association]) -> list[Card]:
+    """Return a card for each of the strongest answers that are shown, and one for those that are not."""
+    cards = [
+        Card(
+            label=each.outcome,
+            value=f"{each.measure} predicts it, r = {_with_interval(each.pearson)}",
+            detail=each.sentence(),
+            tone="good",
+        )
+        for each in [each for each in answers if each.shown][:_CARDS]
+    ]
+    rest = [each for each in answers if not each.shown]
+    if rest:
+        detail = f"The strongest of them: {rest[0]}" if len(rest) > 1 else str(rest[0])
+        value = f"{len(rest)} of {len(answers)} pairs of measure and outcome"
+        cards.append(Card(label="Not shown", value=value, detail=detail, tone="unclear"))
+    return cards
+
+
+def _with_interval(found: Correlation | None) -> str:
+    if found is None:
+        return "–"
+    value, low, high = (f"{round(each, 2) + 0.0:.2f}" for each in (found.value, *found.interval95))  # no -0
+    return f"{value} ({low} to {high})".replace("-", "−")
+
+
+def _matrix(associations: Sequence[Association]) -> Markup:
+    """Return the table of measures by outcomes: r at one loss, colored; a cell without it says why."""
+    cells = {(each.measure, each.outcome): _cell(each) for each in associations}
+    outcomes = list(dict.fromkeys(outcome for _, outcome in cells))
+    rows = [
+        [measure, *(cells.get((measure, outcome), "") for outcome in outcomes)]
+        for measure in dict.fromkeys(measure for measure, _ in cells)
+    ]
+    caption = (
+        "r at one loss with its 95 % interval. Blue: the two rise together; orange: one falls as the other rises; the "
+        "stronger, the darker. ✓: shown."
+    )
+    return html_table(("measure", *outcomes), rows, left=len(outcomes) + 1, caption=caption)
+
+
+def _cell(found: Association) -> Markup:
+    if found.pearson is None:
+        return Markup('<small style="display: block; max-width: 16em">{}</small>').format(found.problem)
+    color = f"rgb({_UP if found.pearson.value > 0 else _DOWN} / {45 * abs(found.pearson.value):.0f}%)"
+    return Markup(
+        '<span style="display: block; padding: 0 0.4em; white-space: nowrap; background: {}">{}{}</span>'
+    ).format(color, "✓ " if found.shown else "", _with_interval(found.pearson))
+
+
+def _tests(answers: Sequence[Association]) -> Markup:
+    """Return the table of all that was computed of each pair."""
+    header = (
+        *("measure", "outcome", "r at one loss", "of ranks", "within a band of loss", "over the levels"),
+        *("granulated Kendall", "p by permutation", "p after Holm", "smallest r to show", "checkpoints", "clusters"),
+        "remarks",
+    )
+    rows = []
+    for each in answers:
+        logs = [f"log {name}" if name in each.logarithms else name for name in (each.measure, each.outcome)]
+        found = map(_with_interval, (each.pearson, each.spearman, each.within_band, each.over_levels))
+        kendall = "–" if each.kendall is None else in_words(each.kendall.coefficient)
+        ps = ["–" if math.isnan(p) else probability(p) for p in (each.p_permutation, each.p_adjusted)]
+        smallest = f"{each.detectable:.2f}" if each.detectable < 1 else "none" if each.detectable == 1 else "–"
+        counts = (f"{each.observations:,}", f"{each.clusters:,}")
+        remarks = "; ".join(filter(None, (each.problem, each.band, *each.missing.values())))
+        rows.append([*logs, *found, kendall, *ps, smallest, *counts, remarks])
+    return html_table(header, rows, left=2)
+
+
+def _made(table: SuiteTable, command: str) -> Markup:
+    # the page may be read on another machine
+    texts = [command, configs.to_toml(without_folders(configs.to_dict(table.config)))]
+    return Markup("\n").join(Markup("<pre><code>{}</code></pre>").format(text) for text in texts if text)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A measure, or the place along a training, and how it is drawn."""
+
+    name: str  # in the table
+    unit: str
+    field: str  # in the charts' rows, where `.` and `[` would mean something to Vega
+    ends: tuple[float, float]  # of its axis
+    log: bool = False
+    scale: int = 1  # what its values are multiplied by: 100 for percent
+
+    @property
+    def title(self) -> str:
+        """Its name with the unit."""
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
+    @property
+    def axis(self) -> Spec:
+        """Its channel."""
+        return {**charts.axis(self.field, None, self.ends, log=self.log), "title": textwrap.wrap(self.title, _LETTERS)}
+
+
+class _Suite:
+    """The rows of the charts, the figures, and the tables of checkpoints."""
+
+    def __init__(self, table: SuiteTable) -> None:
+        self.table, wide = table, table.wide()
+        self.names = short_names(wide["checkpoint"].to_list())
+        self.labels = {name: wide[name].to_list() for name in table.labels}
+        along = table.along
+        others = [name for name in self.labels if name != along]
+        self.group = table.config.levels or table.config.cluster or next(iter(others), "")
+        self.rows: list[dict[str, Any]] = []
+        self.cells: list[list[Cell]] = []
+        for row in wide.iter_rows(named=True):
+            name, labels = self.names[row["checkpoint"]], [row[each] for each in self.labels]
+            line, group = ", ".join(str(row[each]) for each in others), str(row.get(self.group, ""))
+            self.rows.append({"checkpoint": name, "line": line, "group": group, "along": _number(row.get(along))})
+            self.cells.append([(name, None, None), *((str(each), _number(each), None) for each in labels)])
+        groups = list(dict.fromkeys(row["group"] for row in self.rows))
+        self.groups = groups if 1 < len(groups) <= len(data.COLORS) else []
+        places = [row["along"] for row in self.rows if row["along"] is not None]
+        self.along = _Column(along, "", "along", data.ends(places, log=False)) if len({*places}) > 1 else None
+        self.columns = {column.name: column for column in self._measured(table.frame, wide)}
+        self.loss = self.columns.get(table.roles()[0])
+
+    def _measured(self, frame: pl.DataFrame, wide: pl.DataFrame) -> Iterator[_Column]:
+        """Yield each column that has values, and write them into the rows and the cells."""
+        places = {name: place for place, name in enumerate(wide["checkpoint"])}
+        # an estimate without an error, such as an imported one, has no interval
+        ends = (pl.coalesce(end, "value").alias(end) for end in ("low", "high"))
+        filled = frame.filter(pl.col("value").is_not_null()).with_columns(pl.col("stderr").fill_null(0), *ends)
+        for number, kind in enumerate(filled.partition_by("measure", "text", maintain_order=True)):
+            measure, text, unit = kind.select("measure", "text", "unit").row(0)
+            name, field = column_name(measure, text), f"v{number}"
+            name = name if name in wide.columns else measure
+            scale = 100 if unit == "accuracy" else 1
+            values = kind["value"].to_list()
+            log = min(values) > 0 and max(values) > 10 * min(values)
+            # an interval that comes near 0 would stretch a logarithmic axis without end
+            least = min(values) / 2 if log else -math.inf
+            reach = [scale * max(each, least) for each in (*values, *kind["low"], *kind["high"])]
+            low_end, high_end = data.ends(reach, log=log, percent=scale == 100)
+            for cells in self.cells:
+                cells.append(("–", None, None))
+            numbers = kind.select("checkpoint", "value", "stderr", "low", "high")
+            for checkpoint, value, stderr, *bar in numbers.iter_rows():
+                place = places[checkpoint]
+                self.cells[place][-1] = (rounded(scale * value, scale * stderr), value, stderr)
+                # what goes on beyond the axis, as below 0 % or far down on a logarithmic one, is drawn to its end
+                low, high = (min(max(scale * end, low_end), high_end) for end in bar)
+                drawn = {field: scale * value, f"{field}_low": low, f"{field}_high": high}
+                self.rows[place] |= {key: _in_digits(each, scale * stderr) for key, each in drawn.items()}
+                self.rows[place][f"{field}_text"] = self.cells[place][-1][0]
+            unit = "%" if scale == 100 else (unit or "").replace("predicted token", "token")
+            yield _Column(name, unit, field, (low_end, high_end), log, scale)
+
+    def figures(self, answers: Sequence[Association]) -> Iterator[Figure]:
+        """Yield the figures, those that need no click to be seen first."""
+        loss, columns = self.loss, self.columns
+        known = [each for each in answers if each.pearson and {each.measure, each.outcome} <= columns.keys()]
+        if loss and known:
+            pairs = [(columns[each.measure], columns[each.outcome], each) for each in known[:_PAIRS]]
+            panels = [(x, y, f"r = {_with_interval(each.pearson)}") for x, y, each in pairs]
+            panels += [(loss, x, "") for x in dict.fromkeys(x for x, _, _ in pairs)]
+            caption = "The strongest pairs, each with r at one loss: among points of one color. Below, their measures."
+            yield self._figure("at-one-loss", "At one loss", panels, f"{caption} {_PICKING}")
+        if self.along:
+            color = f" in the color of its {self.group}" if self.groups else ""
+            panels = [(self.along, column, "") for column in columns.values()]
+            caption = f"A line for each training{color}. {_PICKING}"
+            yield self._figure("along", f"Over {self.along.name}", panels, caption)
+        for number, outcome in enumerate(dict.fromkeys(each.outcome for each in known) if loss else ()):
+            panels = [
+                (columns[each.measure], columns[outcome], f"r = {_with_interval(each.pearson)}")
+                for each in known
+                if each.outcome == outcome
+            ]
+            caption = "The strongest r at one loss is first."
+            yield self._figure(f"outcome-{number}", f"{outcome} against every measure", panels, caption)
+        if loss and len(columns) > 1:
+            panels = [(loss, column, "") for column in columns.values() if column != loss]
+            yield self._figure("against-the-loss", "Everything against the loss", panels, "")
+
+    def _figure(self, name: str, title: str, panels: Sequence[tuple[_Column, _Column, str]], caption: str) -> Figure:
+        """Return a figure of panels (x, y, title), in all of which the same checkpoints are in front."""
+        picks = _PICKS
+        if panels[0][0] == self.along and self.groups:
+            picks = picks | {"picked_group": {"type": "point", "fields": ["group"]}}
+        drawn = [self._panel(x, y, list(picks)) | ({"title": heading} if heading else {}) for x, y, heading in panels]
+        views = [f"points_{number}" for number in range(len(drawn))]
+        for panel, view in zip(drawn, views, strict=True):
+            panel["layer"][-1]["name"] = view  # the points, where selections are made
+        params = [
+            {"name": each, "select": select, "views": views, **({"bind": "legend"} if each == "picked_group" else {})}
+            for each, select in picks.items()
+        ]
+        chart = charts.concat(drawn, charts.BARS) | {"params": [*params, {"name": "marked", "value": None}]}
+        chart["description"] = "; ".join(f"{y.name} against {x.name}" for x, y, _ in panels)
+        return Figure(name=name, title=title, chart=chart, caption=caption, formats=())
+
+    def _panel(self, x: _Column, y: _Column, picks: Sequence[str]) -> Spec:
+        """Return points with bars, colored by the loss; or, along the trainings, with lines and by the group."""
+        color: Spec = {"value": data.COLORS[0]}
+        if x != self.along and self.loss:
+            loss, scale = self.loss, {"range": _LOSSES}
+            color = {"field": loss.field, "type": "quantitative", "title": loss.title, "scale": scale}
+        elif self.groups:
+            scale = {"domain": self.groups, "range": list(data.COLORS[: len(self.groups)])}
+            color = nominal("group", title=self.group, scale=scale)
+        front = {"and": [*({"param": name} for name in picks), "!marked || marked[datum.checkpoint]"]}
+        shown = {"color": color, "opacity": {"value": _DIMMED, "condition": {"test": front, "value": 1}}}
+        axes, bar = {"x": x.axis, "y": y.axis}, {"type": "rule", "strokeWidth": charts.RULE, "strokeOpacity": 0.4}
+        layers = []
+        if x == self.along:
+            detail = {"detail": nominal("line"), "order": {"field": x.field, "type": "quantitative"}}
+            line = {"type": "line", "strokeWidth": 1, "opacity": 0.4}
+            layers.append(layer(self.rows, line, **axes, color=color, **detail))
+        measured = {name: column for name, column in (("x", x), ("y", y)) if column != self.along}
+        for name, column in measured.items():
+            low = {name: {**axes[name], "field": f"{column.field}_low"}, f"{name}2": {"field": f"{column.field}_high"}}
+            layers.append(layer(self.rows, bar, **axes | low, **shown))
+        labels = {"checkpoint": "checkpoint", "group": self.group, "along": self.along.name if self.along else ""}
+        texts = {f"{each.field}_text": each.title for each in (self.loss, *measured.values()) if each}
+        tooltip = [nominal(field, title=title) for field, title in {**labels, **texts}.items() if title]
+        size = charts.POINT / (1 if len(self.rows) <= _FEW else 2 if len(self.rows) <= charts.MANY else 5)
+        point = {"type": "point", "filled": True, "size": size, "cursor": "pointer"}
+        layers.append(layer(self.rows, point, **axes, **shown, tooltip=tooltip))
+        # a checkpoint with an empty cell is not in the panel
+        valid = [{"filter": {"field": column.field, "valid": True}} for column in (x, y)]
+        return {"layer": [{**each, "transform": valid} for each in layers]}
+
+    def copies(self) -> Iterator[str]:
+        """Yield a sentence for all checkpoints of the same weights."""
+        weights = self.table.frame.filter(pl.col("sha256") != "").group_by("sha256", maintain_order=True)
+        for names in weights.agg(pl.col("checkpoint").unique(maintain_order=True))["checkpoint"].to_list():
+            if len(names) > 1:
+                same = " and ".join(self.names[name] for name in names)
+                yield f"Copies: {same} have the same weights, and count as {len(names)} checkpoints."
+
+    def jumps(self) -> Iterator[str]:
+        """Yield a sentence for each rise of a loss or trace that is far above the other changes of its training."""
+        for place, column in enumerate(self.columns.values(), start=1 + len(self.labels)):
+            if self.along is None or column.name.partition(" (")[0] not in _JUMPING:
+                continue
+            lines: dict[str, list[tuple[float, float, float, int]]] = {}
+            for number, (row, cells) in enumerate(zip(self.rows, self.cells, strict=True)):
+                _, value, stderr = cells[place]
+                if row["along"] is not None and value is not None and stderr is not None:
+                    point = (math.log(value), stderr / value) if column.log else (value, stderr)
+                    lines.setdefault(row["line"], []).append((row["along"], *point, number))
+            for line in map(sorted, lines.values()):
+                rises = [after[1] - before[1] for before, after in itertools.pairwise(line)]
+                bends = [abs(after - before) for before, after in itertools.pairwise(rises)]
+                usual = statistics.median(bends or [math.inf])
+                for rise, (before, after) in zip(rises, itertools.pairwise(line), strict=True):
+                    if rise > _JUMP * usual and rise > _ERRORS * math.hypot(before[2], after[2]):
+                        low, high = (self.cells[each[3]] for each in (before, after))
+                        where = f"from {low[place][0]} in {low[0][0]} to {high[place][0]} in {high[0][0]}"
+                        yield f"Jump: {column.name} rises {where}."
+
+    def checkpoints(self) -> Markup:
+        """Return the table of all numbers."""
+        # the table's filter takes no spaces
+        keys = {column.name: column.name.replace(" ", "") for column in self.columns.values()}
+        fields = {column.field: (keys[column.name], column.scale) for column in self.columns.values()}
+        labels = {"checkpoint": "checkpoint", "group": self.group, "along": self.along.name if self.along else ""}
+        return every_checkpoint(
+            self.cells,
+            {name: name for name in ("checkpoint", *self.labels)}
+            | {keys[c.name]: c.title for c in self.columns.values()},
+            {keys[c.name]: "fraction" if c.scale == 100 else c.unit for c in self.columns.values()},
+            identity=("checkpoint",),
+            choices=list(self.labels),
+            fields=fields | {field: (name, 1) for field, name in labels.items() if name},
+            elsewhere="read the suite's table",
+        )
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _in_digits(value: float, stderr: float) -> float:
+    """Return a value with the digits that its error has, and three at least."""
+    if not (stderr and value):
+        return value
+    return round(value, max(1 - math.floor(math.log10(stderr)), 2 - math.floor(math.log10(abs(value)))))

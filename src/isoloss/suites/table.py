@@ -1,0 +1,148 @@
+"""The table of a suite: a row for each checkpoint, text and number, with its error or the reason why it is empty."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isoloss import config as configs
+from isoloss import files
+from isoloss.errors import naming_extras
+from isoloss.statistics.estimate import Estimate
+from isoloss.suites.config import COLUMNS, RISES, Member, SuiteConfig, label_names
+
+RECORD, TABLE, PAGE = "suite.json", "suite.parquet", "index.html"
+
+
+@dataclass(frozen=True, eq=False)
+class SuiteTable:
+    """A suite's numbers.
+
+    Attributes:
+        frame: A `polars.DataFrame`, a row for each checkpoint, text and estimate: checkpoint, a column for each label,
+            text, measure, value, stderr, low and high (the ends of the 95 % interval), unit, samples, problem (why
+            there is no number; else null) and sha256 (of the weights).
+        labels: The names of the labels' columns.
+        config: The suite.
+    """
+
+    frame: Any
+    labels: tuple[str, ...]
+    config: SuiteConfig
+
+    @classmethod
+    def of(
+        cls, config: SuiteConfig, members: Sequence[Member], rows: Iterable[tuple[Member, Mapping[str, Any]]]
+    ) -> SuiteTable:
+        """Return the table of rows, as `number` and `empty` make them, each with its checkpoint."""
+        with naming_extras():
+            import polars
+
+        labels = label_names(member.labels for member in members)
+        whole = {name: all(isinstance(each.labels.get(name, 0), int) for each in members) for name in labels}
+        types: dict[str, Any] = dict.fromkeys(COLUMNS, polars.String)
+        types |= dict.fromkeys(("value", "stderr", "low", "high"), polars.Float64) | {"samples": polars.Int64}
+        types |= {name: polars.Int64 if whole[name] else polars.String for name in labels}
+        columns: dict[str, list[Any]] = {name: [] for name in ("checkpoint", *labels, *COLUMNS[1:])}
+        for member, row in rows:
+            texts = {name: label if whole[name] else str(label) for name, label in member.labels.items()}
+            cells = {"checkpoint": member.name, **texts, **row}
+            for name, column in columns.items():
+                column.append(cells.get(name))
+        schema = {name: types[name] for name in columns}
+        return cls(polars.DataFrame(columns, schema=schema, strict=False), labels, config)
+
+    @classmethod
+    def read(cls, folder: Path) -> SuiteTable:
+        """Return the table that `write` left in the folder of a suite."""
+        with naming_extras():
+            import polars
+
+        config = configs.from_dict(SuiteConfig, files.read_json(folder / RECORD)["config"])
+        frame = polars.read_parquet(folder / TABLE)
+        return cls(frame, tuple(name for name in frame.columns if name not in COLUMNS), config)
+
+    def write(self, folder: Path) -> Path:
+        """Write it as Parquet, and return the path."""
+        buffer = io.BytesIO()
+        self.frame.write_parquet(buffer)
+        files.write_bytes(folder / TABLE, buffer.getvalue())
+        return folder / TABLE
+
+    @property
+    def along(self) -> str:
+        """The label of the place in a training; empty: there is none."""
+        return self.config.along or ("step" if "step" in self.labels else "")
+
+    def wide(self) -> Any:
+        """Return a `polars.DataFrame` with a row for each checkpoint, in the order of the suite.
+
+        Its columns are the checkpoint, the labels and, for each measure, its value and `NAME_stderr`. Where there are
+        several texts, the measure's name is `measure (text)`. Null: there is no number.
+        """
+        import polars
+
+        rows: dict[str, dict[str, Any]] = {}
+        values: dict[str, None] = {}
+        several = len({text for text in self.frame["text"] if text}) > 1
+        for row in self.frame.iter_rows(named=True):
+            of_it = rows.setdefault(row["checkpoint"], {name: row[name] for name in ("checkpoint", *self.labels)})
+            if row["value"] is not None:
+                name = column_name(row["measure"], row["text"] if several else "")
+                values |= dict.fromkeys((name, f"{name}_stderr"))
+                of_it |= {name: row["value"], f"{name}_stderr": row["stderr"]}
+        schema = {name: self.frame.schema[name] for name in ("checkpoint", *self.labels)}
+        schema |= dict.fromkeys(values, polars.Float64)
+        return polars.DataFrame([[row.get(name) for name in schema] for row in rows.values()], schema, orient="row")
+
+    def clusters(self) -> list[str]:
+        """Return what is independent, for each row of `wide`: the label `cluster`, else all labels but `along`."""
+        wide = self.wide()
+        names = [self.config.cluster] if self.config.cluster else [name for name in self.labels if name != self.along]
+        if not names:
+            return wide["checkpoint"].to_list() if not self.along else [""] * len(wide)
+        return [", ".join(str(row[name]) for name in names) for row in wide.iter_rows(named=True)]
+
+    def roles(self, predict: Sequence[str] = ()) -> tuple[str, list[str], list[str]]:
+        """Return the columns of `wide` by what they are: the loss, the measures and the outcomes.
+
+        The loss is that of the first text. The outcomes are those of the suite and `predict`; of a suite that names
+        none, the rises of the loss. The losses of other texts are neither, as they tell little beside the first one.
+        """
+        wide = self.wide()
+        named = [name for name in wide.columns if f"{name}_stderr" in wide.columns]
+        losses = [name for name in named if name.partition(" (")[0] == "loss"]
+        wanted = {*self.config.outcomes, *predict} or set(RISES)
+        outcomes = [name for name in named if name in wanted or name.partition(" (")[0] in wanted]
+        return losses[0] if losses else "", [name for name in named if name not in (*losses, *outcomes)], outcomes
+
+    def problems(self) -> list[str]:
+        """Return a line for each reason why cells are empty, with how many and where."""
+        found: dict[str, list[str]] = {}
+        for row in self.frame.iter_rows(named=True):
+            if row["problem"] is not None:
+                found.setdefault(row["problem"], []).append(f"{row['measure']} of {row['checkpoint']}")
+        return [
+            f"{where[0]}{f' and {len(where) - 1:,} more' if len(where) > 1 else ''}: {problem}"
+            for problem, where in found.items()
+        ]
+
+
+def column_name(measure: str, text: str) -> str:
+    """Return what a measure is called among those of several texts."""
+    return f"{measure} ({text})" if text else measure
+
+
+def number(text: str, measure: str, estimate: Estimate, sha256: str | None = None) -> dict[str, Any]:
+    """Return the row of an estimate."""
+    row = estimate.row()
+    low, high = row.pop("low95"), row.pop("high95")
+    return {"text": text, "measure": measure, **row, "low": low, "high": high, "sha256": sha256}
+
+
+def empty(text: str, measure: str, problem: str, sha256: str | None = None) -> dict[str, Any]:
+    """Return the row of a number that there is not, with the reason."""
+    return {"text": text, "measure": measure, "problem": problem, "sha256": sha256}

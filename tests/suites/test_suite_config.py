@@ -1,0 +1,135 @@
+"""Which checkpoints the patterns of a suite stand for, with their labels, and its table."""
+
+from pathlib import Path
+
+import pytest
+
+from isoloss.config import from_dict, read_toml
+from isoloss.errors import IsolossError, IsolossWarning
+from isoloss.statistics.estimate import Estimate
+from isoloss.suites.config import Member, SuiteConfig, members
+from isoloss.suites.table import SuiteTable, empty, number
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A hub's cache, offline, with two seeds at three steps each, and another model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("lab--tiny-seed10", "lab--tiny-seed2", "lab--other"):
+        for step in ("step1", "step10", "step2", "main"):
+            saved(tmp_path / "hub" / f"models--{name}" / "snapshots" / step)
+            ref = tmp_path / "hub" / f"models--{name}" / "refs" / step
+            ref.parent.mkdir(exist_ok=True)
+            ref.write_text(step)
+    return tmp_path
+
+
+def saved(folder):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+
+
+def found(*patterns, **settings):
+    config = from_dict(SuiteConfig, {"checkpoints": list(patterns), **settings})
+    return {member.name: dict(member.labels) for member in members(config)}
+
+
+@pytest.mark.filterwarnings("ignore:the Hugging Face hub does not answer")
+def test_families_in_the_cache(cache):
+    family = found("lab/tiny-seed{seed}@step{step}", cluster="seed", along="step")
+    assert list(family.items())[:2] == [
+        ("lab/tiny-seed2@step1", {"seed": 2, "step": 1}),
+        ("lab/tiny-seed2@step2", {"seed": 2, "step": 2}),
+    ]
+    assert [each["seed"] for each in family.values()] == [2, 2, 2, 10, 10, 10]
+    assert [each["step"] for each in family.values()] == [1, 2, 10] * 2
+    assert found("lab/tiny-seed{seed}") == {"lab/tiny-seed2": {"seed": 2}, "lab/tiny-seed10": {"seed": 10}}
+    # without braces, the number at the end is a step
+    assert found("lab/other@step*")["lab/other@step10"] == {"series": "lab/other@step", "step": 10}
+    assert found("lab/other@step2") == {"lab/other@step2": {}}
+    with pytest.warns(IsolossWarning, match=r"left out: no folder matches 'lab/none-\*'"):
+        assert list(found("lab/none-{x}@step{step}", "lab/other@step{step}")) == [
+            f"lab/other@step{step}" for step in (1, 2, 10)
+        ]
+    with pytest.raises(IsolossError, match=r"lab/other has no revision 'epoch\*': they are main, step1, step2, step10"):
+        found("lab/other@epoch{epoch}")
+
+
+def test_folders_of_any_name(cache):
+    names = ["sgd, lr=0.1/step 5", "sgd, lr=0.1/step 40", "sám {x} [1]/step 5"]
+    for name in names:
+        saved(Path("runs", name))
+    assert found("runs/{recipe}/step {step}", levels="recipe") == {
+        "runs/sgd, lr=0.1/step 5": {"recipe": "sgd, lr=0.1", "step": 5},
+        "runs/sgd, lr=0.1/step 40": {"recipe": "sgd, lr=0.1", "step": 40},
+        "runs/sám {x} [1]/step 5": {"recipe": "sám {x} [1]", "step": 5},
+    }
+    assert found("runs/sám {x} [1]/step 5") == {"runs/sám {x} [1]/step 5": {}}
+    folders = {Member(name, {}).folder for name in ("a/b", "a-b", "a b", "é" * 300, "é" * 301)}
+    assert len(folders) == 5
+    assert all(len(folder) < 100 and folder.isascii() and "/" not in folder for folder in folders)
+    # the same text in both places
+    saved(Path("pairs/1/seed1"))
+    saved(Path("pairs/1/seed2"))
+    assert found("pairs/{seed}/seed{seed}") == {"pairs/1/seed1": {"seed": 1}}
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({"checkpoints": []}, "checkpoints is empty"),
+        ({}, "checkpoints is missing"),
+        ({"checkpoints": ["runs/{seed}"], "cluster": "sed"}, "cluster is 'sed', which is no label of the.*mean seed"),
+        ({"checkpoints": ["runs/{}"]}, r"'runs/\{\}' has \{\}: braces hold the name of a column"),
+        ({"checkpoints": ["runs/{value}"]}, r"has \{value\}: braces hold"),
+        ({"checkpoints": ["runs/{seed}"], "measures": ["tracee"]}, "no measure 'tracee'; did you mean trace"),
+        ({"checkpoints": ["runs/{seed}"], "settings": {"num_sequence": 3}}, "did you mean num_sequences"),
+        ({"checkpoints": ["runs/{seed}"], "texts": {"docs": "no.txt"}}, "there is no data no.txt"),
+        ({"checkpoints": ["runs/{seed}"], "texts": "docs.txt"}, "texts is 'docs.txt'; it must be a table"),
+        ({"checkpoints": ["runs/{seed}"], "clusters": "seed"}, "no setting 'clusters'; did you mean cluster"),
+        ({"checkpoints": ["elsewhere/{seed}"]}, r"no folder matches 'elsewhere/\*'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the Hugging Face hub does not answer")
+def test_mistakes_are_one_sentence(cache, document, told):
+    for seed in (1, 2):
+        saved(Path("runs", str(seed)))
+    with pytest.raises(IsolossError, match=told):
+        found(*document.pop("checkpoints", ()), **document) if "checkpoints" in document else from_dict(SuiteConfig, {})
+    Path("suite.toml").write_text("checkpoints = [1]")
+    with pytest.raises(IsolossError, match=r"^suite.toml: checkpoints\[0\] is 1; it must be text$"):
+        read_toml(SuiteConfig, Path("suite.toml"))
+
+
+def estimate(value):
+    return Estimate(value=value, stderr=0.1, samples=4, unit="nats", num_predictions=9, method="mean")
+
+
+def test_one_long_table_and_a_wide_one(tmp_path):
+    config = from_dict(SuiteConfig, {"checkpoints": ["x"]})
+    first, second = Member("a/1", {"seed": 1, "step": 10}), Member("b", {"seed": 1, "step": "last"})
+    rows = [
+        (first, number("docs", "loss", estimate(1.0), "f0")),
+        (first, number("code", "loss", estimate(2.0), "f0")),
+        (first, number("", "task.acc", estimate(0.5))),
+        (second, empty("docs", "loss", "too short")),
+        (second, empty("code", "loss", "too short")),
+    ]
+    table = SuiteTable.of(config, [first, second], rows)
+    table.write(tmp_path)
+    (tmp_path / "suite.json").write_text('{"config": {"checkpoints": ["x"]}}')
+    again = SuiteTable.read(tmp_path)
+    assert again.frame.equals(table.frame)
+    assert again.labels == ("seed", "step")
+    assert table.frame["step"].to_list() == ["10", "10", "10", "last", "last"]  # a label with words is text
+    assert table.frame["low"][0] < 1.0 < table.frame["high"][0]
+    wide = table.wide()
+    assert wide["loss (docs)"].to_list() == [1.0, None]
+    assert wide["task.acc_stderr"].to_list() == [0.1, None]
+    assert wide["seed"].to_list() == [1, 1]
+    assert table.problems() == ["loss of b and 1 more: too short"]
+    assert table.clusters() == ["1", "1"]
+    assert table.roles(["task.acc"]) == ("loss (docs)", [], ["task.acc"])

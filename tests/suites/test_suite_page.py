@@ -1,0 +1,145 @@
+"""The page of a suite: its answers, its charts and their data, and its size."""
+
+import json
+import math
+import re
+
+import numpy as np
+import polars as pl
+import pytest
+
+from isoloss.statistics.association import associate
+from isoloss.statistics.estimate import Estimate
+from isoloss.suites.config import Member, SuiteConfig
+from isoloss.suites.page import suite_page
+from isoloss.suites.table import SuiteTable, empty, number
+from pages import unpacked
+
+NO_TRACE = "no rescaling of this architecture is known"
+
+
+def suite(seeds, steps, measures):
+    """Seeds with steps: `flat` predicts the outcome at one loss, the other measures follow the loss alone."""
+    rng = np.random.default_rng(0)
+    config = SuiteConfig(
+        checkpoints=("lab/m-{seed}@{step}",), cluster="seed", along="step", outcomes=("int4-rise", "probe-a")
+    )
+    members, rows = [], []
+    for seed in range(seeds):
+        for step in range(steps):
+            member = Member(f"lab/m-{seed}@{step}", {"seed": seed, "step": step})
+            members.append(member)
+            loss, flat = 2 + 3 * math.exp(-step / 3) + 0.02 * rng.normal(), rng.normal()
+            loss += 0.9 * ((seed, step) == (1, 8))
+            values = {"loss": (loss, 0.01), "minimal-trace": (math.exp(3 + flat), 2.5)}
+            values |= {f"m{place}": (loss + 0.05 * rng.normal(), 0.03) for place in range(measures)}
+            values |= {"int4-rise": (0.3 + 0.1 * flat + 0.02 * rng.normal(), 0.01)}
+            for name, (value, stderr) in values.items():
+                estimate = of(value, stderr, "nats per predicted token")
+                sha = "same" if seed == 2 and step in (3, 4) else f"{seed}-{step}"
+                is_empty = name == "minimal-trace" and (seed, step) == (0, 2)
+                rows.append((member, empty("", name, NO_TRACE, sha) if is_empty else number("", name, estimate, sha)))
+            rows.append((member, number("", "probe-a", of(0.9 - 0.05 * rng.random(), 0.01, "accuracy"), "")))
+    return SuiteTable.of(config, members, rows)
+
+
+def of(value, stderr, unit):
+    return Estimate(value=value, stderr=stderr, samples=50, unit=unit, num_predictions=500, method="synthetic")
+
+
+def answers(table):
+    wide = table.wide()
+    columns = {name: wide[name].cast(pl.Float64).fill_null(math.nan).to_list() for name in wide.columns[1:]}
+    loss, measures, outcomes = table.roles()
+    return associate(columns, measures=measures, outcomes=outcomes, loss=loss, clusters="seed", along="step")
+
+
+@pytest.fixture(scope="module")
+def table():
+    return suite(seeds=8, steps=12, measures=1)
+
+
+@pytest.fixture(scope="module")
+def document(table):
+    return suite_page(table, answers(table), command="isoloss suite 'lab/m-{seed}@{step}' --output m")
+
+
+def specs(document):
+    return [json.loads(text) for text in re.findall(r'class="spec"[^>]*>(.*?)</script>', document)]
+
+
+def datasets(document):
+    return json.loads(re.search(r'id="datasets">(.*?)</script>', document)[1])
+
+
+def test_all_charts_share_one_list_of_rows_with_every_checkpoint_once(document, table):
+    ((name, columns),) = datasets(document).items()
+    assert [f"lab/{each}" for each in columns["checkpoint"]] == table.wide()["checkpoint"].to_list()
+    drawn = specs(document)
+    assert {tuple(each["datasets"]) for each in drawn} == {(name,)}
+    assert {layer["data"]["name"] for each in drawn for panel in each["concat"] for layer in panel["layer"]} == {name}
+    # at one loss, along the steps, each outcome, the loss
+    assert [len(each["concat"]) for each in drawn] == [5, 5, 2, 2, 4]
+    for each in drawn:
+        views = {view for param in each["params"] for view in param.get("views", ())}
+        assert {"picked_checkpoint", "picked_area", "marked"} <= {param["name"] for param in each["params"]}
+        assert views == {panel["layer"][-1]["name"] for panel in each["concat"]}
+
+
+def test_no_bar_goes_beyond_its_axis(document):
+    (columns,) = datasets(document).values()
+    for panel in (panel for each in specs(document) for panel in each["concat"]):
+        for channel in ("x", "y"):
+            axis = panel["layer"][-1]["encoding"][channel]
+            low, high = axis["scale"]["domain"]
+            ends = [axis["field"], *(f"{axis['field']}_{end}" for end in ("low", "high"))]
+            values = [value for end in ends for value in columns.get(end, []) if value is not None]
+            assert low <= min(values) + 1e-6 * abs(low)
+            assert max(values) <= high + 1e-6 * abs(high)
+            assert axis["title"]
+
+
+def test_what_is_shown_comes_first_and_every_pair_is_in_the_matrix(document, table):
+    cards = re.findall(r'<li class="card (\w+)"><span class="label">([^<]*)</span>\s*<strong>(.*?)</strong>', document)
+    (tone, label, value), (last, not_shown, rest) = cards
+    assert (tone, label, last, not_shown) == ("good", "int4-rise", "unclear", "Not shown")
+    assert "minimal-trace predicts it" in value
+    assert "3 of 4 pairs" in rest
+    found = {(each.measure, each.outcome): each for each in answers(table)}
+    assert [key for key, each in found.items() if each.shown] == [("minimal-trace", "int4-rise")]
+    for each in found.values():
+        assert f"{each.pearson.value:.2f}".replace("-", "−") in document
+        assert each.sentence() in document.replace("&#39;", "'")
+
+
+def test_empty_cells_copies_and_jumps_are_named(document):
+    assert f"minimal-trace of lab/m-0@2: {NO_TRACE}" in document
+    assert "m-2@3 and m-2@4 have the same weights" in document
+    assert re.findall(r"Jump: (\S+) rises from .* in (\S+) to .* in (\S+)\.</p>", document) == [
+        ("loss", "m-1@7", "m-1@8")
+    ]
+
+
+def test_a_pair_that_is_not_known_says_why(table):
+    frame = table.frame.filter(pl.col("seed") < 2)
+    few = SuiteTable(frame, table.labels, table.config)
+    document = suite_page(few, answers(few))
+    assert document.count(f">{answers(few)[0].problem}</small>") == 4
+    assert 'class="card good"' not in document
+
+
+def test_the_table_has_all_digits_and_filters_without_spaces(document, table):
+    body = unpacked(document, "rows")
+    assert body.count("<tr>") == 96
+    assert f'data-sort="{table.frame["value"][0]}"' in body
+    about = json.loads(re.search(r'id="about">(.*?)</script>', document)[1])
+    assert about["id"] == ["checkpoint"]
+    assert about["choices"] == ["seed", "step"]
+    assert about["fields"]["along"] == ["step", 1]
+    assert ["probe-a", 100] in about["fields"].values()
+
+
+def test_a_thousand_checkpoints_with_twelve_measures_are_below_5_mb(table):
+    large = suite(seeds=40, steps=25, measures=9)
+    assert len(large.frame) == 1000 * 13
+    assert len(suite_page(large, answers(table)).encode()) < 5e6 / 2
