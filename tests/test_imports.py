@@ -131,7 +131,7 @@ def test_what_must_be_instant_loads_no_torch_and_takes_under_half_a_second(code)
     "subcommand",
     [
         *("ls", "sample", "text", "tokenizer", "train", "measure"),
-        *("compare", "expand", "transfer", "show", "study", "theory", "doctor"),
+        *("compare", "expand", "transfer", "show", "study", "suite", "theory", "doctor"),
     ],
 )
 def test_help_of_a_subcommand_loads_no_torch(subcommand):

@@ -66,6 +66,7 @@ MEASURES = {
         "trace-in-SIZE-EMBEDDING_SCALE": "trace_in",
         "minimal-trace-in-SIZE": "minimal_trace_in",
         "empirical-fisher": "empirical_fisher",
+        "diagonal-fisher": "diagonal_fisher",
         "hessian-trace": "hessian_trace",
         "weighted-trace": "weighted_trace",
         "fisher-rao": "fisher_rao",

@@ -15,12 +15,16 @@ import pytest
 
 from isoloss.report import charts, data, study_page
 from isoloss.report.data import KL, TRACE, accuracy
+from isoloss.suites.page import suite_page
+from synthetic_suite import answers, suite
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 
 # points at the first checkpoint, clicks it, picks, filters, sorts, ticks and saves, and writes down what happened
 PROBE = Path(__file__).with_name("probe.html").read_text()
+# clicks a checkpoint, draws over an area and filters, and counts what is in front in the first two charts
+LINKED = Path(__file__).with_name("linked.html").read_text()
 
 
 @pytest.fixture
@@ -145,3 +149,26 @@ def test_the_page_works(table, tmp_path, width):
     assert base64.b64decode(saved["a-1.png"].removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
     assert max(found["widths"]) <= found["page"]
     assert found["scroll"] <= found["page"]
+
+
+def test_a_selection_in_one_chart_of_a_suite_holds_in_all_of_its_charts(tmp_path):
+    table, file = suite(seeds=5, steps=6, measures=1), tmp_path / "page.html"
+    file.write_text(LINKED.join(suite_page(table, answers(table)).rsplit("</body>", 1)))
+    opened = browse(file, tmp_path, "--window-size=1300,2000", "--dump-dom")
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', opened, re.DOTALL)[1]
+    assert probe.startswith("{"), probe
+    found = json.loads(unescape(probe))
+    assert found["errors"] == []
+    assert found["scroll"] <= found["page"]
+    # one of the 30 checkpoints has no minimal trace; of the five panels of each figure, three and one need it
+    wide = table.wide()
+    assert found["before"] == [3 * 29 + 2 * 30, 29 + 4 * 30]
+    assert found["clicked"] == [5, 5]
+    assert len(found["marked"]) == 1
+    # the right half of the first panel, minimal trace against the outcome
+    values = wide.drop_nulls("minimal-trace")["minimal-trace"]
+    middle = (float(values.min()) * float(values.max())) ** 0.5
+    assert 0 < len(found["rows"]) < 29
+    assert abs(len(found["rows"]) - (values > middle).sum()) <= 3
+    assert found["drawn"] == [5 * len(found["rows"])] * 2
+    assert found["filtered"] == [5 * (values > 20).sum()] * 2

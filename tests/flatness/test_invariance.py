@@ -184,6 +184,7 @@ VALUES = {
     "squared-norm": lambda model: torch.tensor(squared_parameter_norm(model).value, dtype=torch.float64),
     "trace": lambda model: fisher(model).trace(),
     "minimal-trace": estimated(fisher_trace, rescaling="minimal"),
+    "diagonal-fisher": lambda model: fisher(model).trace(),  # the sum
     "empirical-fisher": estimated(empirical_fisher_trace),
     "hessian-trace": lambda model: hessian(model).trace(),
     "weighted-trace": lambda model: flat(dict(model.named_parameters())).square() @ fisher(model).diagonal(),

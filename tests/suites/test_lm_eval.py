@@ -164,8 +164,8 @@ def test_what_has_no_error_is_left_out(tmp_path, samples, message):
 
 
 def test_refused(tmp_path):
-    with pytest.raises(IsolossError, match="there is no file or folder"):
-        read_lm_eval(tmp_path / "none")
+    with pytest.raises(IsolossError, match=r"has no results of lm-evaluation-harness .*; did you mean .*lm_eval\?"):
+        read_lm_eval(FOLDER.with_name("lm_evil"))
     with pytest.raises(IsolossError, match="has no results of lm-evaluation-harness"):
         read_lm_eval(tmp_path)
     file = tmp_path / "samples_quiz_2026-01-01T12-00-00.0.jsonl"

@@ -33,6 +33,7 @@ SUBCOMMANDS = {
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
     "show": "what is in a run directory",
     "study": "new, plan, run, work, status, report, verify, export or compare: a whole study",
+    "suite": "many checkpoints in one table: at one loss, what predicts what?",
     "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow, brackets",
     "doctor": "what this machine has: versions, devices, threads",
 }
@@ -41,6 +42,7 @@ GOES_ON = {  # what is said of an interruption, before the command that was inte
     "train": "; what was saved is kept. To go on:",
     "measure": "; what was measured of runs is kept. To go on:",
     "study": "; what was done is kept. The same command goes on:",
+    "suite": "; what was measured is kept. The same command goes on:",
 }
 
 RENAMED = {"eval": "isoloss measure", "flatness": "isoloss measure for one model, isoloss compare for several"}

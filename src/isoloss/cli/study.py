@@ -183,7 +183,7 @@ class _Run(_Working):
         folder.exists()
         # an executor that is not there, too, is refused before anything is written
         execute: Executor = EXECUTORS.load(self.executor)
-        settings = self.executor_options(folder, address=self.address, submit_parameters=self._submit_parameters())
+        settings = self.executor_options(folder, address=self.address, submit_parameters=submit_parameters(self.submit))
         # waiting, as several executors may be started on one new folder at the same time
         with files.lock(folder.path, wait=True):
             folder.write_plan()
@@ -209,15 +209,6 @@ class _Run(_Working):
         with files.lock(folder.path, wait=True):
             page = report(folder)
         return _emit_summary(folder, page, as_json=self.json)
-
-    def _submit_parameters(self) -> dict[str, str | int | float]:
-        pairs = dict[str, str | int | float]()
-        for text in self.submit:
-            name, equals, value = text.partition("=")
-            if not (name and equals):
-                raise IsolossError(f"--submit takes NAME=VALUE, such as timeout_min=600, not {text!r}")
-            pairs[name] = int(value) if value.isdecimal() else value
-        return pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,6 +411,17 @@ class _New:
         return 0
 
 
+def submit_parameters(words: Sequence[str]) -> dict[str, str | int | float]:
+    """Return the parameters of submitit that `--submit` names."""
+    pairs = dict[str, str | int | float]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name and equals):
+            raise IsolossError(f"--submit takes NAME=VALUE, such as timeout_min=600, not {word!r}")
+        pairs[name] = int(value) if value.isdecimal() else value
+    return pairs
+
+
 SUBCOMMANDS = {
     "new": _New,
     "plan": _Plan,
@@ -582,7 +584,7 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
     gpus = f" and {_rough(left.gpu_seconds / 3600)} GPU-hours" if left.gpu_seconds else ""
     common.say_wrapped(
-        f"Expected time for the rest ({basis}): {_duration(left.with_workers)} with {workers} workers. "
+        f"Expected time for the rest ({basis}): {duration(left.with_workers)} with {workers} workers. "
         f"Cost: {_rough(left.core_seconds / 3600)} core-hours{gpus}."
     )
     if unknown := sum(status.disk is None for status in states):
@@ -670,7 +672,7 @@ def _watch(folder: StudyFolder) -> int:
             states = _states(folder)
             running = sum(status.state == "running" for status in states)
             # with as many workers as units are running now, since nothing says how many there are
-            line = f"{_counts(states)}; about {_duration(remaining(states, max(1, running)).with_workers)} left"
+            line = f"{_counts(states)}; about {duration(remaining(states, max(1, running)).with_workers)} left"
             if live is None:
                 common.say(line)
             else:
@@ -691,12 +693,12 @@ def _watch(folder: StudyFolder) -> int:
     return 1
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return a duration in words.
 
     Example:
-        >>> from isoloss.cli.study import _duration
-        >>> _duration(42), _duration(600), _duration(9000)
+        >>> from isoloss.cli.study import duration
+        >>> duration(42), duration(600), duration(9000)
         ('42 s', '10 min', '2 h 30 min')
     """
     if seconds < 100:

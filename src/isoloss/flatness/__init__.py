@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.formats import Rounding
     from isoloss.flatness.frontier import forgetting_frontier
+    from isoloss.flatness.gradients import diagonal_fisher, per_sequence_grad_norms
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.learning_coefficient import local_learning_coefficient
     from isoloss.flatness.norms import (
@@ -38,6 +39,7 @@ __all__ = [
     "Signals",
     "SpectralDensity",
     "check_rescaling",
+    "diagonal_fisher",
     "directional_sharpness",
     "empirical_fisher_trace",
     "evaluating",
@@ -50,6 +52,7 @@ __all__ = [
     "local_learning_coefficient",
     "loss_rises",
     "noise_sharpness",
+    "per_sequence_grad_norms",
     "relative_flatness",
     "rescaled",
     "rescaled_at_random",
@@ -69,6 +72,7 @@ _MODULES = {
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "formats": ("Rounding",),
     "frontier": ("forgetting_frontier",),
+    "gradients": ("diagonal_fisher", "per_sequence_grad_norms"),
     "hessian": ("hessian_trace",),
     "learning_coefficient": ("local_learning_coefficient",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),

@@ -208,7 +208,7 @@ def empirical_fisher_trace(
     return measure(GivenLabels, model, batches, options, num_probes=1, seed=seed, distributed=distributed)
 
 
-class _PerSequence(Estimator):
+class PerSequence(Estimator):
     """Squared norms from one backward pass to activations, for cotangents that a subclass puts on the logits."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -243,6 +243,7 @@ class _PerSequence(Estimator):
         return BatchSums(square_norms, positions.cpu(), controls)
 
     def details(self) -> dict[str, Any]:
+        """Return the details, with how the gradients were taken."""
         return {
             "positions_selected": str(self._predictor.selection),
             "parameters_without_gradient": list(self._predictor.unreached),
@@ -259,7 +260,7 @@ class _PerSequence(Estimator):
         """
 
 
-class ExactLabels(_PerSequence):
+class ExactLabels(PerSequence):
     """The exact expectation over labels: cotangents S v, with control variates.
 
     Attributes:
@@ -319,7 +320,7 @@ class ExactLabels(_PerSequence):
         return results
 
 
-class GivenLabels(_PerSequence):
+class GivenLabels(PerSequence):
     """The given labels: cotangents p - onehot(y), each with a random sign."""
 
     method = "empirical Fisher, given labels"

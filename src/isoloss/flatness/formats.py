@@ -53,7 +53,7 @@ def _nf4(groups: torch.Tensor, bits: int) -> torch.Tensor:
     wide = groups.to(torch.promote_types(groups.dtype, torch.float32))
     values = torch.tensor(_NF4, dtype=wide.dtype, device=wide.device)
     scales = wide.abs().amax(dim=2, keepdim=True)
-    nearest = torch.bucketize(wide * (1 / _positive(scales)), (values[:-1] + values[1:]) / 2)
+    nearest = torch.bucketize(wide * (1 / _positive(scales)), (values[:-1] + values[1:]) / 2, out_int32=True)
     return (values[nearest] * scales).to(groups.dtype)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from isoloss.text import hub_datasets
 
 MEASURED = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise")
 RISES = ("int4-rise", "noise-rise")  # the outcomes of a suite that names none
-TASKS = "lm-eval:"  # how an outcome that lm-evaluation-harness measures begins
 COLUMNS = (
     *("checkpoint", "text", "measure", "value", "stderr", "low", "high", "unit", "samples", "problem", "sha256"),
 )
@@ -42,6 +42,8 @@ class SuiteConfig:
     Attributes:
         checkpoints: Folders, names on the Hugging Face hub (`NAME@REVISION`) and patterns of either. What a name has in
             the place of `{seed}` is its label `seed`; digits are a whole number. `*` stands for anything.
+        labels: The values that a label may have, such as `{step = [0, 512, 143_000]}`; others are left out. A pattern
+            whose braces are all given stands for every combination, and neither folders nor the hub are asked.
         cluster: The label of what is independent, such as `seed`; empty: all labels but `along` together, so that each
             training is a cluster.
         along: The label of the place in a training; empty: `step`, where there is such a label.
@@ -49,8 +51,8 @@ class SuiteConfig:
         texts: What the checkpoints are measured on, by name: text, a dataset or token ids, as for `isoloss measure`.
             None: the language of the checkpoints' runs, or else `python:docs`.
         measures: Names of measures (`isoloss ls measures`). The loss is measured in any case.
-        outcomes: What is to be predicted: measures, `lm-eval:TASK`, or names of what is imported. None: the rises of
-            the loss.
+        outcomes: What is to be predicted: measures, such as `probe-sst2`, or names of what is imported. None: the
+            rises of the loss.
         settings: Settings of the measures, by the names of their fields.
         inputs: How the texts become inputs, the same for all checkpoints.
         loss_margin: How far losses may be apart to count as the same, in nats per predicted token.
@@ -68,6 +70,7 @@ class SuiteConfig:
     """
 
     checkpoints: tuple[str, ...]
+    labels: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     cluster: str = ""
     along: str = ""
     levels: str = ""
@@ -85,9 +88,14 @@ class SuiteConfig:
         """Refuse an unknown measure or setting, a text that is not there, and tables of other things than they take."""
         if not self.checkpoints:
             raise IsolossError("checkpoints is empty; name folders, names on the Hugging Face hub, or patterns")
-        for name in ("texts", "settings", "parameters"):
+        for name in ("labels", "texts", "settings", "parameters"):
             if not isinstance(table := getattr(self, name), Mapping):
                 raise IsolossError(f"{name} is {table!r}; it must be a table, such as texts = {{docs = 'docs.txt'}}")
+        for name, values in self.labels.items():
+            if not isinstance(values, list | tuple) or not values:
+                raise IsolossError(
+                    f"the values of the label {name} are {values!r}; they must be a list, such as [1, 2]"
+                )
         for name, data in self.texts.items():
             if not isinstance(data, str):
                 raise IsolossError(f"the text {name} is {data!r}; it must be a file, a folder or a dataset")
@@ -101,11 +109,6 @@ class SuiteConfig:
         """The names of all that is measured on the texts: the loss, the measures, and the outcomes that are some."""
         outcomes = [name for name in self.outcomes if is_measure(name)]
         return tuple(dict.fromkeys(("loss", *self.measures, *outcomes)))
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The tasks of lm-evaluation-harness among the outcomes."""
-        return tuple(name.removeprefix(TASKS) for name in self.outcomes if name.startswith(TASKS))
 
     def sources(self) -> dict[str, str]:
         """Return 16 hexadecimal digits over the content of each text and how it is read, by the text's name."""
@@ -152,6 +155,11 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
     for pattern in config.checkpoints:
         is_literal = Path(pattern).expanduser().exists()
         names = [] if is_literal else _label_names(pattern)
+        if names and config.labels.keys() >= set(names):
+            for values in itertools.product(*(config.labels[name] for name in dict.fromkeys(names))):
+                given = dict(zip(dict.fromkeys(names), values, strict=True))
+                found.setdefault(_filled(pattern, given), given)
+            continue
         try:
             matching = expand_checkpoints([pattern if is_literal else _BRACES.sub("*", pattern)], say)
         except IsolossError as error:
@@ -162,7 +170,9 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
             if not names:
                 found.setdefault(name, _step_of(name) if len(matching) > 1 else {})
             elif match := regex.fullmatch(name):
-                found.setdefault(name, {key: _value(text) for key, text in match.groupdict().items()})
+                of_it = {key: _value(text) for key, text in match.groupdict().items()}
+                if all(value in config.labels.get(key, [value]) for key, value in of_it.items()):
+                    found.setdefault(name, of_it)
     if not found:
         raise problems[0] if problems else IsolossError(f"no checkpoint matches {', '.join(config.checkpoints)}")
     for problem in problems:
@@ -189,6 +199,10 @@ def _label_names(pattern: str) -> list[str]:
                 f"{', '.join(COLUMNS)}"
             )
     return names
+
+
+def _filled(pattern: str, labels: Mapping[str, int | str]) -> str:
+    return _BRACES.sub(lambda match: str(labels[match[1]]), pattern)
 
 
 def _as_regex(pattern: str) -> str:

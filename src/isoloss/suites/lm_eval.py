@@ -31,7 +31,7 @@ _FILE = re.compile(r"(?:samples_(?P<task>.+)|.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.-]
 _WEIGHTED = ("word_perplexity", "byte_perplexity", "bits_per_byte")  # by the words or bytes of each document
 _ROUNDING = 1e-6  # of a value: the probabilities in a Brier score have 8 digits
 _LARGEST = 300.0  # logarithm of a perplexity, whose error has room then
-_UNKNOWN = 1_000_000  # samples, where a file has an error and not what it rests on: the interval is a normal one's
+UNKNOWN = 1_000_000  # samples, where a file has an error and not what it rests on: the interval is a normal one's
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | P
     """
     if isinstance(paths, str | Path):
         paths = [paths]
-    named = paths.items() if isinstance(paths, Mapping) else [("", path) for path in paths]
+    named = [(name, [path]) for name, path in paths.items()] if isinstance(paths, Mapping) else [("", paths)]
     models: dict[str, dict[str, Estimate]] = {}
     items: dict[str, dict[str, Items]] = {}
-    for name, path in named:
-        for results, samples in _runs(Path(path)):
+    for name, places in named:
+        for results, samples in _runs(list(map(Path, places))):
             model = name or _model(results)
             estimates, of_documents = estimates_of(samples, results["results"])
             if again := models.get(model, {}).keys() & estimates.keys():
@@ -185,7 +185,7 @@ def estimates_of(
                         continue
                 if not isinstance(value, int | float) or not isinstance(stderr, int | float):
                     raise IsolossError(f"{name} is no mean over its samples, and no error of it is known")
-                number_of = {"samples": told.get("sample_len", _UNKNOWN), "num_predictions": told.get("sample_len", 0)}
+                number_of = {"samples": told.get("sample_len", UNKNOWN), "num_predictions": told.get("sample_len", 0)}
                 method = "value and error of lm-evaluation-harness"
                 estimates[name] = Estimate(value=value, stderr=stderr, unit=_unit(metric), method=method, **number_of)
             except IsolossError as error:
@@ -230,29 +230,28 @@ def _unit(metric: str) -> str:
     return "accuracy" if metric.startswith("acc") or metric == "exact_match" else metric.replace("_", " ")
 
 
-def _runs(path: Path) -> Iterator[tuple[Mapping[str, Any], dict[str, Iterator[Mapping[str, Any]]]]]:
+def _runs(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], dict[str, Iterator[Mapping[str, Any]]]]]:
     """Yield the results of each run of lm-evaluation-harness, the earliest first, and its samples by task."""
-    if not path.exists():
-        raise IsolossError(f"there is no file or folder {path}{files.nearest(path)}")
     runs: dict[tuple[str, Path], dict[str, Path]] = {}
-    for file in [path] if path.is_file() else sorted(path.rglob("*.json*")):
-        if match := _FILE.fullmatch(file.name):
+    for path in paths:
+        inside = [path] if path.is_file() else sorted(path.rglob("*.json*"))
+        found = {file: match for file in inside if (match := _FILE.fullmatch(file.name))}
+        if not found:
+            names = "results_DATE.json and samples_TASK_DATE.jsonl"
+            raise IsolossError(f"{path} has no results of lm-evaluation-harness ({names}){files.nearest(path)}")
+        for file, match in found.items():
             runs.setdefault((match["date"], file.parent), {})[match["task"] or ""] = file
-    if not runs:
-        raise IsolossError(
-            f"{path} has no results of lm-evaluation-harness: they are results_DATE.json and samples_TASK_DATE.jsonl"
-        )
-    for (date, folder), found in sorted(runs.items()):
-        own = found.pop("", None)
+    for (date, folder), of_run in sorted(runs.items()):
+        own = of_run.pop("", None)
         about = own or next(folder.glob(f"*_{date}.json"), None)
         results = {} if about is None else files.read_json(about)
         if not isinstance(results, dict) or (about and not isinstance(results.get("results"), dict)):
             raise IsolossError(f"{about} is no results_DATE.json of lm-evaluation-harness: it has no table 'results'")
         told = results.get("results", {})
         # beside samples that were named, it tells of them alone
-        told = told if own else {task: told[task] for task in found if task in told}
+        told = told if own else {task: told[task] for task in of_run if task in told}
         model = {"model_name": folder.name, **results, "results": told}
-        yield model, {task: _samples(file) for task, file in found.items()}
+        yield model, {task: _samples(file) for task, file in of_run.items()}
 
 
 def _samples(file: Path) -> Iterator[Mapping[str, Any]]:

@@ -272,7 +272,7 @@ class _Suite:
             panels += [(loss, x, "") for x in dict.fromkeys(x for x, _, _ in pairs)]
             caption = "The strongest pairs, each with r at one loss: among points of one color. Below, their measures."
             yield self._figure("at-one-loss", "At one loss", panels, f"{caption} {_PICKING}")
-        if self.along:
+        if self.along and columns:
             color = f" in the color of its {self.group}" if self.groups else ""
             panels = [(self.along, column, "") for column in columns.values()]
             caption = f"A line for each training{color}. {_PICKING}"

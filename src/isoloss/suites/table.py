@@ -6,13 +6,16 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.errors import naming_extras
+from isoloss.errors import IsolossError, did_you_mean, naming_extras
 from isoloss.statistics.estimate import Estimate
 from isoloss.suites.config import COLUMNS, RISES, Member, SuiteConfig, label_names
+
+if TYPE_CHECKING:
+    from isoloss.statistics.association import Association
 
 RECORD, TABLE, PAGE = "suite.json", "suite.parquet", "index.html"
 
@@ -110,14 +113,48 @@ class SuiteTable:
         """Return the columns of `wide` by what they are: the loss, the measures and the outcomes.
 
         The loss is that of the first text. The outcomes are those of the suite and `predict`; of a suite that names
-        none, the rises of the loss. The losses of other texts are neither, as they tell little beside the first one.
+        none, the rises of the loss. The losses of other texts are neither, nor are the parts of a loss.
+
+        Raises:
+            IsolossError: `predict` names what is not in the table.
         """
         wide = self.wide()
         named = [name for name in wide.columns if f"{name}_stderr" in wide.columns]
-        losses = [name for name in named if name.partition(" (")[0] == "loss"]
-        wanted = {*self.config.outcomes, *predict} or set(RISES)
-        outcomes = [name for name in named if name in wanted or name.partition(" (")[0] in wanted]
-        return losses[0] if losses else "", [name for name in named if name not in (*losses, *outcomes)], outcomes
+        bare = {name: name.partition(" (")[0] for name in named}
+        losses = [name for name in named if bare[name] in ("loss", "kl", "entropy")]
+        outcomes: dict[str, None] = {}
+        for wanted in (*self.config.outcomes, *predict) or RISES:
+            # a task of lm-evaluation-harness has its own name in those of its metrics
+            starts = f"{wanted}, ", f"{wanted.removeprefix('lm-eval-')}."
+            found = [name for name in named if wanted in (name, bare[name]) or bare[name].startswith(starts)]
+            if not found and wanted in predict:
+                raise IsolossError(f"the table has no column {wanted!r}{did_you_mean(wanted, named)}")
+            outcomes |= dict.fromkeys(found)
+        loss = next((name for name in losses if bare[name] == "loss"), "")
+        return loss, [name for name in named if name not in (*losses, *outcomes)], list(outcomes)
+
+    def associations(self, predict: Sequence[str] = ()) -> tuple[Association, ...]:
+        """Return which measure predicts which outcome at one loss; `predict`: further outcomes."""
+        from isoloss.statistics.association import associate
+
+        wide = self.wide()
+        loss, measures, outcomes = self.roles(predict)
+        if not loss:
+            return ()
+        cluster, levels = self.config.cluster or "training", self.config.levels
+        varying = [name for name in self.labels if wide[name].n_unique() > 1]
+        columns = {name: wide[name].to_list() for name in (*varying, loss, *measures, *outcomes)}
+        return associate(
+            columns | {cluster: self.clusters()},
+            measures=measures,
+            outcomes=outcomes,
+            loss=loss,
+            clusters=cluster,
+            levels=levels or None,
+            along=self.along if self.along in varying else None,
+            hyperparameters=[name for name in varying if name not in (cluster, levels, self.along, "seed", "series")],
+            loss_margin=self.config.loss_margin,
+        )
 
     def problems(self) -> list[str]:
         """Return a line for each reason why cells are empty, with how many and where."""

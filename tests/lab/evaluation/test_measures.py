@@ -11,6 +11,7 @@ from typing import Annotated
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import isoloss.flatness
 from isoloss import files
@@ -205,6 +206,17 @@ def test_two_models_are_compared_by_every_measure_that_can_be_paired(of_flatness
         assert 0 < difference["stderr"] < 2 * np.hypot(first[key]["stderr"], second[key]["stderr"])
     assert names
     assert bool(pairs) == (name != "squared-norm")
+
+
+def test_the_diagonal_fisher_is_a_file_with_the_names_of_the_checkpoint(checkpoints, tmp_path, capsys):
+    words = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--measures", "diagonal-fisher", "--num-sequences", 8)
+    (evaluation,) = as_json(capsys, "measure", checkpoints / "a", *words, "--output", tmp_path / "out")["evaluations"]
+    (path,) = (tmp_path / "out").rglob("diagonal-fisher.safetensors")
+    weights, found = load_file(checkpoints / "a" / "model.safetensors"), load_file(path)
+    assert found.keys() == {*weights, "diagonal-fisher.influence"}
+    assert all(found[name].shape == weights[name].shape for name in weights)
+    total = sum(float(found[name].sum()) for name in weights)
+    assert total == pytest.approx(evaluation["estimates"]["diagonal-fisher"]["value"], rel=1e-5)
 
 
 def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():

@@ -160,7 +160,9 @@ def compare(
     if batches is None:
         # a measurement that may stop early takes its inputs in random order, or it would be of the start of the data
         is_shuffled = rtol is not None or seconds is not None
-        context = _context(named, checkpoints.infos, data, tokenizer, inputs or InputConfig(), shuffled=is_shuffled)
+        context = shared_context(
+            named, checkpoints.infos, data, tokenizer, inputs or InputConfig(), shuffled=is_shuffled
+        )
         for name, measure in others.items():
             if (reason := measure.why_not_applicable(context)) is not None:
                 raise IsolossError(f"{name} cannot be measured: {reason}")
@@ -234,7 +236,7 @@ def compare(
     return judged(compared)
 
 
-def _context(
+def shared_context(
     named: Mapping[str, Model | str | Path],
     infos: Sequence[ModelInfo],
     data: str | Path | None,

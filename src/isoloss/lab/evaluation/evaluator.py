@@ -233,7 +233,7 @@ def _evaluate_models(
                 so_far(work)
                 context.progress = lambda number, so_far=so_far, work=work: so_far(f"{work}, {number:,} done")
             try:
-                evaluation, examples = _measured(measure, settings, model, context, step=None, weights=weights)
+                evaluation, examples = measured(measure, settings, model, context, step=None, weights=weights)
             except KeyboardInterrupt as stop:
                 partial = stop.partial if isinstance(stop, InterruptedEstimate) else None
                 raise InterruptedEvaluation(Evaluations.of(done), work, partial) from stop
@@ -315,13 +315,13 @@ class Evaluator:
             from isoloss.checkpoints.loading import load_model
 
             self._loaded = (step, load_model(self.run.checkpoint(step), device=self.device).model)
-        evaluation, examples = _measured(
+        evaluation, examples = measured(
             measure, self.settings, self._loaded[1], self.context, step=step, weights=weights
         )
         return dataclasses.replace(evaluation, model_files=self.run.model_files(step)), examples
 
 
-def _measured(
+def measured(
     name: str, settings: Settings | None, model: Any, context: MeasureContext, *, step: int | None, weights: str
 ) -> tuple[Evaluation, bytes]:
     """Return the evaluation of a model by the measure called `name`, and the file of its examples."""

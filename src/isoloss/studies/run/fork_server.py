@@ -35,7 +35,7 @@ def can_fork(arguments: Sequence[str], needs: Resources) -> bool:
     Outside Linux, libraries that torch links to do not survive a fork.
     """
     one_thread = needs.cores == needs.processes == 1 and not needs.gpus
-    return sys.platform == "linux" and one_thread and bool(arguments) and arguments[0] in ("train", "measure")
+    return sys.platform == "linux" and one_thread and bool(arguments) and arguments[0] in ("train", "measure", "suite")
 
 
 def preload(arguments: Sequence[str], needs: Resources) -> None:

@@ -14,6 +14,7 @@ from isoloss.config import setting
 from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.evaluation.measures.base import (
     FunctionMeasure,
+    MeasureResult,
     digest_batches,
     make_measure,
     measure_class,
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 NumProbes = Annotated[
     int | None,
     setting(minimum=1, maximum=1_000_000, omit_default=True),
-    "Random vectors, or sampled labels; default: 1 for each predicted token (trace, weighted-trace, hessian-trace), 50 "
-    "sampled labels (--trace-method paper), 16 pairs of noise (noise-sharpness), 8 (spectral-density).",
+    "Random vectors, or sampled labels; default: 1 for each predicted token (trace, weighted-trace, hessian-trace, "
+    "diagonal-fisher), 50 sampled labels (--trace-method paper), 16 pairs of noise (noise-sharpness), 8 "
+    "(spectral-density).",
 ]
 TraceMethod = Annotated[
     Literal["ghost", "paper"],
@@ -233,6 +235,17 @@ def empirical_fisher(model: Any, batches: Any, *, seed: int = 0, **options: Any)
     from isoloss import flatness
 
     return flatness.empirical_fisher_trace(model, batches, seed=seed, **options)
+
+
+def diagonal_fisher(
+    model: Any, batches: Any, *, num_probes: NumProbes = None, seed: int = 0, **options: Any
+) -> MeasureResult:
+    """Diagonal of the Fisher, an entry a weight; with --output as safetensors by parameter name."""
+    from isoloss import flatness
+
+    entries, trace = flatness.diagonal_fisher(model, batches, num_probes=num_probes or 1, seed=seed, **options)
+    more = {name: values.cpu().numpy() for name, values in entries.items()}
+    return MeasureResult(estimates={"diagonal-fisher": trace}, more=more)
 
 
 def hessian_trace(

@@ -1,0 +1,275 @@
+"""`isoloss suite`: many checkpoints measured alike, in one table; at one loss, what predicts what?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isoloss import config as configs
+from isoloss import files, interrupts
+from isoloss.cli import common, options
+from isoloss.cli.study import EXECUTOR_PACKAGES, duration, submit_parameters
+from isoloss.errors import IsolossError, naming_extras, require_package
+from isoloss.lab.evaluation.measures.base import measure_class
+from isoloss.registry import EXECUTORS, MEASURES
+from isoloss.suites.config import SuiteConfig, members, replaced
+from isoloss.suites.table import PAGE, RECORD
+
+if TYPE_CHECKING:
+    from isoloss.studies.run.loop import Executor
+    from isoloss.suites.run import SuiteFolder
+
+EXAMPLES = [
+    ("isoloss suite 'lab/tiny-seed{seed}@step{step}' --data text.txt --output tiny", "five seeds, each at its steps"),
+    ("isoloss suite suite.toml --plan", "downloads, hours and memory of the suite in a file"),
+    ("isoloss suite tiny --import 'lm/samples_*.jsonl' --predict lastword.acc", "with the outcomes of lm-eval"),
+    ("isoloss suite 'runs/{recipe}-{seed}/checkpoints/step-{step}' --output out --levels recipe", "runs of isoloss"),
+    ("isoloss suite 'runs/*/checkpoint-*' --data docs=python:docs code=src --output out", "on two texts"),
+]
+COMMON = "checkpoints output data measures outcomes cluster along levels plan predict num_sequences workers"
+_FEW = 8  # problems that are printed
+_IN_CONFIG = ("measures", "outcomes", "cluster", "along", "levels", "loss_margin", "device", "trust_remote_code")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Measure many checkpoints alike, in a folder with one table and a page: at one loss, what predicts what?
+
+    The same command resumes. A checkpoint that cannot be loaded and a measure that does not apply leave empty cells
+    with the reason; the rest goes on.
+    """
+
+    checkpoints: options.Positional[tuple[str, ...]]
+    """Checkpoint folders, names on the Hugging Face hub (NAME@REVISION) and patterns of either, in which {seed} becomes
+    the column seed and * is anything; or one TOML file with the same settings; or the folder of a suite."""
+    output: Path | None = None
+    """The folder of the suite; default, for a TOML file: its name."""
+    data: tuple[str, ...] = ()
+    """Texts to measure on, as PATH or NAME=PATH: .txt, .jsonl, a folder, hf:NAME or python:docs, or token ids (.npy);
+    default: the language of the checkpoints' runs, or else python:docs."""
+    measures: tuple[str, ...] = ()
+    """Names of measures (isoloss ls measures); default: trace, minimal trace, and the rises of the loss with weights of
+    4 bits and under noise. The loss is measured in any case."""
+    outcomes: tuple[str, ...] = ()
+    """What is to be predicted: measures such as probe-sst2, lm-eval:TASK, or names of what is imported; default: the
+    rises."""
+    cluster: str = ""
+    """The label of what is independent, such as seed; default: each training by itself."""
+    along: str = ""
+    """The label of the place in a training; default: step."""
+    levels: str = ""
+    """The label of what else the conclusion is to hold over, such as optimizers or recipes."""
+    loss_margin: float = SuiteConfig.loss_margin
+    """How far losses may be apart to count as the same, in nats per predicted token."""
+    predict: tuple[str, ...] = ()
+    """Further columns of the table that are outcomes."""
+    plan: bool = False
+    """Say what is to be downloaded and what it takes in hours and memory, and stop."""
+    executor: str = "local"
+    """What measures the checkpoints (isoloss ls executors)."""
+    workers: int = 2
+    """Cores that are used at the same time, one for each checkpoint; for the executor slurm: number of workers."""
+    address: str = ""
+    """For the executor ray: address of a cluster; default: start one on this machine."""
+    submit: tuple[str, ...] = ()
+    """For the executor slurm: parameters of submitit as NAME=VALUE."""
+    device: str = "auto"
+    """auto, cpu, cuda."""
+    trust_remote_code: bool = False
+    """Run code that comes with the checkpoints. Only for checkpoints that you trust."""
+    json: bool = False
+    """Print one JSON document."""
+    work: bool = False
+    """Help another process with the folder of a suite, until no checkpoint is left."""
+    member: str = ""
+    """Measure this one checkpoint of the folder of a suite; other processes are started with it."""
+
+
+def arguments_class() -> type:
+    """Return the arguments with the settings of all measures."""
+    return options.with_measures(Args, MEASURES.loaded(measure_class))
+
+
+def main(arguments: list[str]) -> int:
+    """Run the subcommand."""
+    args: Any = options.parse(arguments_class(), "suite", arguments, examples=EXAMPLES, common=COMMON)
+    from isoloss.suites.run import SuiteFolder
+
+    if args.member or args.work:
+        folder = SuiteFolder.open(Path(args.checkpoints[0]))
+        with contextlib.chdir(folder.directory):
+            return _measure(folder, args.member) if args.member else _run(folder, args)
+    folder = _folder(args)
+    with contextlib.chdir(folder.directory):
+        if args.plan:
+            return _plan(folder, args)
+        status = _run(folder, args)
+        if status == interrupts.status():
+            return status
+        return _finish(folder, args, status, common.command("suite", *arguments))
+
+
+def _folder(args: Any) -> SuiteFolder:
+    """Return the suite that the arguments are of, with the settings that they give."""
+    from isoloss.suites.run import SuiteFolder
+
+    if not args.checkpoints:
+        raise IsolossError("no checkpoint is named: give folders, names on the Hugging Face hub, patterns, or a file")
+    first, path = Path(args.checkpoints[0]), args.output
+    changes: dict[str, Any] = {
+        name: getattr(args, name) for name in _IN_CONFIG if getattr(args, name) != getattr(Args, name)
+    }
+    changes |= {"texts": texts} if (texts := dict(map(_text, args.data))) else {}
+    changes |= {name: given for name, given in (("inputs", args.inputs), ("settings", args.measure)) if given}
+    stored = None
+    if len(args.checkpoints) == 1 and (first / RECORD).is_file():
+        if path is not None:
+            raise IsolossError(f"{first} is the folder of a suite: leave out --output")
+        stored = SuiteFolder.open(first)
+        if not changes:
+            return stored
+        path, config = stored.path, stored.config
+    elif len(args.checkpoints) == 1 and first.suffix == ".toml":
+        config, path = configs.read_toml(SuiteConfig, first), path or Path(first.stem)
+    else:
+        config = SuiteConfig(checkpoints=args.checkpoints)
+    if path is None:
+        raise IsolossError("--output is missing: name a folder for the suite")
+    if path.exists() and not (path / RECORD).exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise IsolossError(f"{path} is there and is not the folder of a suite: choose another --output")
+    directory = stored.directory if stored else os.getcwd()
+    with contextlib.chdir(directory):
+        config = replaced(config, changes)
+        found = tuple(members(config, common.note))
+        return SuiteFolder(path.absolute(), config, found, config.sources(), directory)
+
+
+def _text(word: str) -> tuple[str, str]:
+    """Return the name and the place of a text."""
+    name, equals, place = word.partition("=")
+    return (name, place) if equals and not Path(word).exists() else (Path(word).stem or word, word)
+
+
+def _measure(folder: SuiteFolder, name: str) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    member = next((each for each in folder.members if each.folder == name), None)
+    if member is None:
+        raise IsolossError(f"{folder.path} has no checkpoint {name}")
+    folder.measure(member)
+    return 0
+
+
+def _run(folder: SuiteFolder, args: Any) -> int:
+    """Measure what is left of a suite; the status is 2 where checkpoints could not be measured."""
+    from isoloss.studies.run.loop import Loop, Options
+
+    for option, executor in (("submit", "slurm"), ("address", "ray")):
+        if getattr(args, option) and args.executor != executor:
+            raise IsolossError(f"--{option} is for --executor {executor}; the executor is {args.executor}")
+    if args.executor in EXECUTOR_PACKAGES:
+        require_package(EXECUTOR_PACKAGES[args.executor])
+    execute: Executor = EXECUTORS.load(args.executor)
+    settings = Options(
+        workers=args.workers,
+        address=args.address,
+        submit_parameters=submit_parameters(args.submit),
+        worker_arguments=("suite", str(folder.path), "--work"),
+    )
+    if not args.work:
+        folder.write()
+    loop = Loop(folder.units(), folder.path, settings, say=common.note)
+    try:
+        execute(loop, settings)
+    except KeyboardInterrupt:
+        common.note("stopped; what was measured is kept, and the same command goes on")
+        return interrupts.status()
+    return 0 if not loop.todo else 2
+
+
+def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
+    """Write the table and the page, and print the answers."""
+    with naming_extras():
+        from isoloss.suites.page import suite_page
+
+    table = folder.table()
+    path, page = table.write(folder.path), folder.path / PAGE
+    answers = table.associations(args.predict)
+    files.write_text(page, suite_page(table, answers, command=command))
+    problems = table.problems()
+    if args.json:
+        found = [
+            {"measure": each.measure, "outcome": each.outcome, "shown": each.shown, "answer": each.sentence()}
+            for each in answers
+        ]
+        about = {"folder": str(folder.path), "table": str(path), "page": str(page), "checkpoints": len(folder.members)}
+        common.emit_json({**about, "answers": found, "problems": problems})
+        return status
+    for answer in sorted(answers, key=lambda answer: not answer.shown):
+        common.say_wrapped(answer.sentence())
+    common.say(f"{path}: {len(folder.members)} checkpoints, {len(table.frame):,} rows")
+    common.say(f"the page is {page}")
+    for problem in problems[:_FEW]:
+        common.say_wrapped(f"empty: {problem}")
+    if len(problems) > _FEW:
+        common.say(f"{len(problems) - _FEW} more reasons are in the column problem")
+    return status
+
+
+def _plan(folder: SuiteFolder, args: Any) -> int:
+    """Say what a suite takes, by the number of parameters."""
+    from isoloss.studies.status import remaining, statuses
+    from isoloss.suites.sizes import sizes
+
+    known = sizes(folder.config, folder.members)
+    states = statuses(folder.units({name: size.parameters for name, size in known.items()}), folder.path)
+    measured = {status.unit.group for status in states if status.is_measured}
+    rows: dict[str, dict[str, Any]] = {}
+    for status, size in zip(states, known.values(), strict=True):
+        unit, is_done = status.unit, status.state == "done"
+        row = rows.setdefault(unit.group, {"checkpoints": 0, "done": 0, "download": 0, "hours": 0.0, "memory": None})
+        row["checkpoints"] += 1
+        row["done"] += is_done
+        row["download"] = None if None in (row["download"], size.download) else row["download"] + size.download
+        row["hours"] += 0 if is_done else unit.seconds * unit.needs.all_cores / 3600
+        row["memory"] = status.memory if unit.group in measured or not unit.expected else unit.expected.memory
+    left = remaining(states, args.workers)
+    sources = sorted({size.source for size in known.values()})
+    basis = (
+        f"{sum(status.is_measured for status in states)} checkpoints measured here"
+        if measured
+        else "a guess: 6 operations for each parameter, token and measure, at 40 GFLOP/s, or 40 TFLOP/s of a GPU"
+    )
+    hours = "GPU-hours" if left.gpu_seconds else "core-hours"
+    if args.json:
+        common.emit_json({"sizes": rows, "seconds": left.with_workers, "sizes_from": sources, "time_from": basis})
+        return 0
+    cells = [
+        (
+            name,
+            row["checkpoints"],
+            row["done"],
+            _amount(row["download"]),
+            f"{row['hours']:,.2g}",
+            _amount(row["memory"]),
+        )
+        for name, row in rows.items()
+    ]
+    columns = ("size", "checkpoints", "done", "download (GB)", hours, "memory (GB)")
+    common.print_table(f"{len(states)} checkpoints, to be kept in {folder.path}", columns, cells)
+    download = [row["download"] for row in rows.values()]
+    total = "unknown" if None in download else f"{sum(download) / 1e9:,.3g} GB"
+    common.say_wrapped(
+        f"To download: {total}. Time: {duration(left.with_workers)} with {args.workers} workers, "
+        f"{(left.gpu_seconds or left.core_seconds) / 3600:,.2g} {hours}. "
+        f"Sizes are from {' and '.join(sources)}, times and memory from {basis}."
+    )
+    return 0
+
+
+def _amount(amount: int | None) -> str:
+    return "?" if amount is None else f"{amount / 1e9:,.3g}"

@@ -1,0 +1,79 @@
+"""How large checkpoints are, and what has to be downloaded: by files' headers, the hub's metadata, or the suite itself.
+
+Nothing here needs torch, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isoloss.checkpoints.places import downloaded
+from isoloss.errors import IsolossError
+from isoloss.suites.config import Member, SuiteConfig
+
+HEADERS, HUB, TABLE = "headers of files", "the hub's metadata", "the suite's table of parameters"
+_STORED = 2  # bytes of a parameter on the hub, where nothing tells: most are in 16 bits
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a checkpoint is."""
+
+    parameters: int | None = None  # None: not known
+    download: int | None = None  # bytes that are not on this machine
+    source: str = "nothing"  # where the numbers come from
+
+
+def sizes(config: SuiteConfig, members: tuple[Member, ...]) -> dict[str, Size]:
+    """Return the size of each checkpoint by name; the hub is not asked again once it does not answer."""
+    found, ask = {}, True
+    for member in members:
+        folder = Path(member.name).expanduser()
+        name, _, revision = member.name.partition("@")
+        size = None
+        try:
+            size = _of_files(folder if folder.is_dir() else downloaded(name, revision or None))
+        except (IsolossError, ValueError, OSError):  # not on this machine
+            if ask and not folder.is_absolute():
+                size, ask = _of_hub(name, revision or None)
+        found[member.name] = size or _of_table(config.parameters, member)
+    return found
+
+
+def _of_files(folder: Path) -> Size:
+    """Return the size by the headers of the weights: a length of 8 bytes, then JSON."""
+    parameters = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        parameters += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+    return Size(parameters, 0, HEADERS)
+
+
+def _of_hub(name: str, revision: str | None) -> tuple[Size | None, bool]:
+    """Return the size by the hub's metadata, and whether the hub answers."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=20)
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        return None, True
+    except Exception:  # whatever the network or its library can raise
+        return None, False
+    files = [each for each in info.siblings or () if each.rfilename.endswith(".safetensors")]
+    bytes_there = sum(each.size or 0 for each in files)
+    parameters = info.safetensors.total if info.safetensors else bytes_there // _STORED
+    return (Size(parameters, bytes_there, HUB) if bytes_there else None), True
+
+
+def _of_table(table: Mapping[str, Mapping[str, float]], member: Member) -> Size:
+    for label, by_value in table.items():
+        if (parameters := by_value.get(str(member.labels.get(label)))) is not None:
+            return Size(int(parameters), _STORED * int(parameters), TABLE)
+    return Size()

@@ -1,0 +1,222 @@
+"""A suite of tiny checkpoints from a hub's cache, measured offline: resumed, with empty cells, and by command."""
+
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+from tiny_family import SEEDS, STEPS, family, text_in
+
+from isoloss.cli.main import main
+from isoloss.config import from_dict
+from isoloss.errors import IsolossError
+from isoloss.lab.evaluation.evaluator import evaluate
+from isoloss.suites.config import SuiteConfig, members
+from isoloss.suites.run import SuiteFolder
+from isoloss.suites.table import SuiteTable
+from small_checkpoints import llama, sentence_pieces
+
+FEW = {"num_sequences": 12}
+PATTERN = "lab/tiny-seed{seed}@step{step}"
+pytestmark = pytest.mark.filterwarnings("ignore:the Hugging Face hub does not answer")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The home of a hub's cache, and a text."""
+    home = tmp_path_factory.mktemp("home")
+    family(home)
+    return home, text_in(home / "docs")
+
+
+@pytest.fixture
+def here(made, tmp_path, monkeypatch):
+    """The text, with the cache in its place and an empty folder as the current one."""
+    home, text = made
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+    return text
+
+
+def suite(name, text, *patterns, **settings):
+    document = {"texts": {"docs": str(text)}, "settings": FEW, "measures": ["trace", "int4-rise"], **settings}
+    config = from_dict(SuiteConfig, {"checkpoints": list(patterns), **document})
+    folder = SuiteFolder(Path(name).absolute(), config, tuple(members(config)), config.sources(), str(Path.cwd()))
+    folder.write()
+    return SuiteFolder.open(folder.path)
+
+
+def measured(folder):
+    """Measure all, and return the table."""
+    for member in folder.members:
+        try:
+            folder.measure(member)
+        except IsolossError:
+            assert not next(unit for unit in folder.units() if unit.name == member.folder).done()
+    folder.table().write(folder.path)
+    return SuiteTable.read(folder.path)
+
+
+def test_the_table_has_what_a_single_measurement_has(here):
+    folder = suite("out", here, PATTERN)
+    table = measured(folder)
+    assert all(unit.done() for unit in folder.units())
+    assert table.labels == ("seed", "step")
+    wide = table.wide()
+    assert list(zip(wide["seed"], wide["step"], strict=True)) == [(seed, step) for seed in SEEDS for step in STEPS]
+    name = "lab/tiny-seed1@step2"
+    for evaluation in evaluate(name, ["loss", "trace", "int4-rise"], data=here, settings=FEW):
+        row = table.frame.row(by_predicate=(pl.col("checkpoint") == name) & (pl.col("measure") == evaluation.measure),
+                              named=True)  # fmt: skip
+        estimate = evaluation.estimates[evaluation.measure]
+        assert (row["value"], row["stderr"], row["samples"]) == (estimate.value, estimate.stderr, estimate.samples)
+        assert row["sha256"] == evaluation.weights
+        assert row["problem"] is None
+    assert table.roles() == ("loss", ["trace"], ["int4-rise"])
+    (answer,) = table.associations()
+    assert answer.pearson is None  # two seeds are too few
+    assert answer.problem
+
+
+def test_stopped_after_any_file_it_ends_with_the_same_bytes(here, monkeypatch):
+    whole = suite("whole", here, "lab/tiny-seed0@step{step}")
+    measured(whole)
+    from isoloss import files
+
+    write, left = files.write_bytes, 0
+
+    def stopping(path, data):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        write(path, data)
+
+    folder = suite("stopped", here, "lab/tiny-seed0@step{step}")
+    monkeypatch.setattr(files, "write_bytes", stopping)
+    for wait in (1, 2, 3, 4, 7):
+        left = wait
+        with pytest.raises(KeyboardInterrupt):
+            measured(folder)
+    left = 0
+    measured(folder)
+    assert (folder.path / "suite.parquet").read_bytes() == (whole.path / "suite.parquet").read_bytes()
+    cells = sorted(path.name for path in (whole.path / "checkpoints").rglob("*.*"))
+    assert sorted(path.name for path in (folder.path / "checkpoints").rglob("*.*")) == cells
+    # a file that is damaged or whose influences are gone is made again
+    monkeypatch.setattr(files, "write_bytes", write)
+    cell = folder.cell(folder.members[0], "docs", "trace")
+    before = cell.read_bytes()
+    cell.with_suffix(".safetensors").unlink()
+    assert not folder.units()[0].done()
+    measured(folder)
+    assert cell.read_bytes() == before
+
+
+def test_what_cannot_be_measured_leaves_a_reason(here, made):
+    plain = Path(made[0], "hub/models--lab--tiny-seed0/snapshots").glob("*")
+    shutil.copytree(next(plain), "broken")
+    Path("broken/model.safetensors").write_bytes(Path("broken/model.safetensors").read_bytes()[:-40])
+    tokenizer = sentence_pieces()
+    llama(len(tokenizer)).save_pretrained("other")
+    tokenizer.save_pretrained("other")
+    Path("short.txt").write_text("the house")
+    patterns = ["broken", PATTERN, "other", "lab/tiny-seed0@step3", "lab/gone@step1", "no such folder"]
+    folder = suite(
+        "out", here, *patterns, texts={"docs": str(here), "short": "short.txt"}, measures=["trace", "bracket-parts"]
+    )
+    table = measured(folder)
+    frame = table.frame
+    assert len(frame) == (len(SEEDS) * len(STEPS) + 5) * 2 * 3
+
+    def problem(checkpoint, measure="trace", text="docs"):
+        found = frame.filter(checkpoint=checkpoint, measure=measure, text=text)
+        assert found["value"].to_list() == [None]
+        return found["problem"].item()
+
+    good = frame.filter(pl.col("checkpoint").str.starts_with("lab/tiny-seed1"), text="docs", measure="trace")
+    assert good["problem"].null_count() == len(good) == len(STEPS)
+    assert "broken" in problem("broken")
+    assert "vocabular" in problem("other") or "tokenizers" in problem("other")
+    assert problem("lab/tiny-seed0@step3").startswith("there is no checkpoint lab/tiny-seed0@step3 on this machine, on")
+    assert problem("lab/gone@step1").startswith("there is no checkpoint lab/gone@step1")
+    assert problem("no such folder").startswith("there is no checkpoint no such folder")
+    assert "short.txt" in problem("lab/tiny-seed0@step1", text="short")
+    assert "bracket" in problem("lab/tiny-seed0@step1", measure="bracket-parts")
+    # what failed to load is tried again
+    shutil.copytree(next(Path(made[0], "hub/models--lab--tiny-seed0/snapshots").glob("*")), "no such folder")
+    frame = measured(folder).frame
+    assert frame.filter(checkpoint="no such folder", measure="trace", text="docs")["problem"].item() is None
+
+
+def test_changed_texts_settings_and_weights_are_measured_again(here, made):
+    shutil.copytree(next(Path(made[0], "hub/models--lab--tiny-seed0/snapshots").glob("*")), "mine")
+    text = text_in(Path("text"))
+    folder = suite("out", text, "mine", measures=[])
+    (first,) = measured(folder).wide()["loss"]
+    assert folder.units()[0].done()
+    (text / "0.txt").write_text("the house of the blue house " * 20)
+    folder = suite("out", text, "mine", measures=[])
+    assert not folder.units()[0].done()
+    (second,) = measured(folder).wide()["loss"]
+    assert second != first
+    folder = suite("out", text, "mine", measures=[], settings={"num_sequences": 14})
+    assert not folder.units()[0].done()
+    measured(folder)
+    other = Path(made[0], "hub/models--lab--tiny-seed1/snapshots")
+    shutil.copy(next(other.glob("*10")) / "model.safetensors", "mine/model.safetensors")
+    assert not folder.units()[0].done()
+
+
+def test_the_command(here, made, monkeypatch, capfd):
+    monkeypatch.setenv("HF_HOME", str(made[0]))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("suite.toml").write_text(
+        f"""
+        checkpoints = ["{PATTERN}", "lab/tiny-seed7@step1"]
+        cluster = "seed"
+        texts = {{docs = {json.dumps(str(here))}}}
+        measures = ["trace", "int4-rise"]
+        settings = {{num_sequences = 12}}
+        """
+    )
+    assert main(["suite", "suite.toml", "--plan"]) == 0
+    assert "7 checkpoints" in (told := capfd.readouterr().out)
+    assert "headers of files and nothing" in " ".join(told.split())
+    assert not Path("suite").exists()
+    assert main(["suite", "suite.toml"]) == 2
+    out, said = capfd.readouterr()
+    assert "suite.parquet: 7 checkpoints, 21 rows" in out
+    assert "lab-tiny-seed7-step1" in said
+    assert "there is no checkpoint lab/tiny-seed7@step1" in " ".join(out.split())
+    before = Path("suite/suite.parquet").read_bytes()
+    assert SuiteTable.read(Path("suite")).wide().drop_nulls().height == 6
+    page = Path("suite/index.html").read_text()
+    assert "what predicts int4-rise?" in page
+    assert "there is no checkpoint lab/tiny-seed7@step1" in page
+    # by the folder alone; only what failed is tried again
+    assert main(["suite", "suite", "--json"]) == 2
+    out, said = capfd.readouterr()
+    assert "done in" not in said
+    assert [each["measure"] for each in json.loads(out)["answers"]] == ["trace"]
+    assert Path("suite/suite.parquet").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "no checkpoint is named"),
+        (("lab/tiny-seed{seed}@step{step}",), "--output is missing: name a folder for the suite"),
+        (("lab/tiny-seed{seed}@step{step}", "--output", "taken"), "taken is there and is not the folder of a suite"),
+        (("suite.toml",), "suite.toml does not exist"),
+        (("none/{seed}", "--output", "out"), "no folder matches"),
+    ],
+)
+def test_mistakes_on_the_command_line(here, words, told, capsys):
+    Path("taken").mkdir()
+    Path("taken/file").touch()
+    assert main(["suite", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not Path("out").exists()
