@@ -60,8 +60,8 @@ def test_a_singular_loss_has_the_coefficient_of_its_quadrature():
         torch.zeros(100),
         localization=gamma,
         step_size=1e-2,
-        num_draws=500,
-        burn_in=50,
+        num_draws=900,
+        burn_in=30,
     )
     assert found.value == pytest.approx(exact, abs=2 * found.stderr)
     assert found.stderr < 0.1 * exact
