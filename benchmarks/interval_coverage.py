@@ -1,8 +1,9 @@
-"""How often 95 % intervals on packed text hold the true value: replicates of rows or documents, by the Python API.
+"""How often 95 % intervals hold the true value: on packed text, replicates of rows or documents; of correlations.
 
 Texts are put end to end and cut into rows of 32 words. A replicate is 256 consecutive rows, no row in two of them, and
 the true value is of all replicates together. Or `isoloss.compare` reads pages drawn at random, and the true value is of
-all pages. What is measured is kept in a folder, from which a run goes on.
+all pages. What is measured is kept in a folder, from which a run goes on. The part `associations` needs no text: it
+draws suites of checkpoints whose measure and outcome have a known correlation at one loss.
 
 Shapes: R replicates.
 """
@@ -44,6 +45,7 @@ from isoloss.files import write_text  # noqa: E402
 from isoloss.flatness import FlatnessCallback, loss_rises  # noqa: E402
 from isoloss.flatness.robustness import ROBUSTNESS, Noise  # noqa: E402
 from isoloss.lab.evaluation.input_config import InputConfig  # noqa: E402
+from isoloss.statistics.association import Association, associate  # noqa: E402
 from isoloss.text.packing import pack  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -54,6 +56,14 @@ QUANTITIES = ("trace", "trace by FlatnessCallback", "loss", "difference of trace
 # all rows that `isoloss.compare` prints of models; bits per byte are a multiple of the loss, and words have no bytes
 COMPARED = tuple(name for name in TITLES if name != "bits_per_byte")
 COMPARISONS, PAGES = 200, 50  # how many, of how many pages each
+CHECKPOINTS, SUITES = 6, {5: 2000, 10: 1000, 24: 500}  # of a cluster; by how many clusters they have
+CORRELATIONS = (0.0, 0.6)
+DESIGNS = {  # how much the loss differs between clusters, in nats, and the part of the checkpoints that are missing
+    "the loss falls along the steps": (0.2, 0.0),
+    "the loss differs between clusters, too": (1.5, 0.0),
+    "the same, and 30 % of the checkpoints are missing": (1.5, 0.3),
+}
+PART_OF_CLUSTERS = 0.5  # of the variance at one loss
 TRUE_PAIRS, TRUE_ROWS = 16, 10  # of the true rises under noise: pairs of draws for each part of every 10th row
 
 
@@ -292,16 +302,129 @@ def of_rows(models: Mapping[str, GPT2LMHeadModel], texts: Texts, work: Path) -> 
     return {"cases": cases}
 
 
+def suite(rng: np.random.Generator, groups: int, design: str, r: float) -> dict[str, Any]:
+    """Return checkpoints of clusters along steps, with the correlation r of measure and outcome at one loss."""
+    between, missing = DESIGNS[design]
+    seed, step = np.divmod(np.arange(groups * CHECKPOINTS), CHECKPOINTS)
+    noise = rng.standard_normal(len(seed))
+    loss = 3 * np.exp(-step / 4) + between * rng.standard_normal(groups)[seed] + 0.05 * noise
+
+    def both(number: int) -> np.ndarray[Any, Any]:
+        first, second = rng.standard_normal((2, number))
+        return np.stack([first, r * first + math.sqrt(1 - r * r) * second])
+
+    of_clusters, of_checkpoints = both(groups)[:, seed], both(len(seed))
+    x, y = math.sqrt(PART_OF_CLUSTERS) * of_clusters + math.sqrt(1 - PART_OF_CLUSTERS) * of_checkpoints
+    x[rng.random(len(seed)) < missing] = math.nan
+    # the loss is a cause of both
+    return {"seed": seed, "step": step, "loss": loss, "measure": x + 1.5 * loss, "outcome": y - 2 * loss}
+
+
+def association(columns: Mapping[str, Any]) -> Association:
+    """Return the one association of a suite."""
+    names: dict[str, Any] = {
+        "measures": ["measure"],
+        "outcomes": ["outcome"],
+        "loss": "loss",
+        "clusters": "seed",
+        "along": "step",
+    }
+    return associate(columns, **names)[0]
+
+
+def of_suite(groups: int, design: str, number: int) -> dict[str, Any]:
+    """Return what is found in a suite for each true correlation, and whether its smallest detectable one is."""
+    rng = np.random.default_rng([groups, [*DESIGNS].index(design), number])
+    found: dict[str, Any] = {}
+    for r in CORRELATIONS:
+        one = association(suite(rng, groups, design, r))
+        parts = {"pearson": one.pearson, "spearman": one.spearman, "within_band": one.within_band}
+        intervals = {name: None if each is None else each.interval95 for name, each in parts.items()}
+        found[f"{r:g}"] = {**intervals, "p": one.p_permutation, "shown": one.shown, "detectable": one.detectable}
+    smallest = min(found["0"]["detectable"], 1 - 1e-9)
+    return {**found, "detected": association(suite(rng, groups, design, smallest)).shown}
+
+
+def rank_correlation(design: str, r: float) -> float:
+    """Return Spearman's correlation given the loss over many clusters."""
+    drawn = suite(np.random.default_rng(0), 50_000, design, r)
+    there = np.isfinite(drawn["measure"])
+    ranks = [np.argsort(np.argsort(drawn[name][there])) for name in ("measure", "outcome", "loss")]
+    inverse = np.linalg.inv(np.corrcoef(ranks))
+    return -float(inverse[0, 1] / math.sqrt(inverse[0, 0] * inverse[1, 1]))
+
+
+def of_associations(work: Path) -> list[dict[str, Any]]:
+    """Return a record of each design and number of clusters."""
+    records = []
+    for design, groups in itertools.product(DESIGNS, SUITES):
+        drawn = (functools.partial(of_suite, groups, design, number) for number in range(SUITES[groups]))
+        suites = kept(work / f"associations-{[*DESIGNS].index(design)}-{groups}.jsonl", drawn)
+        record: dict[str, Any] = {"design": design, "clusters": groups, "covered": {}}
+        for r in CORRELATIONS:
+            found = [each[f"{r:g}"] for each in suites]
+            for name in ("pearson", "spearman", "within_band"):
+                truth = rank_correlation(design, r) if name == "spearman" else r
+                intervals = [each[name] for each in found if each[name] is not None]
+                record["covered"][f"{name} {r:g}"] = share([low < truth < high for low, high in intervals])
+            record[f"p below 0.05, {r:g}"] = share([each["p"] < 0.05 for each in found])
+            record[f"shown, {r:g}"] = share([each["shown"] for each in found])
+        record["detectable"] = float(np.median([each["0"]["detectable"] for each in suites]))
+        record["detected"] = share([each["detected"] for each in suites])
+        records.append(record)
+    return records
+
+
+def page_of_associations(record: Mapping[str, Any]) -> str:
+    """Return the tables of correlations at one loss."""
+    lines = heading("How often 95 % intervals of correlations at one loss hold the true value", dict(record))
+    numbers = ", ".join(f"{number:,} suites of {groups} clusters" for groups, number in SUITES.items())
+    lines += [
+        f"Of each kind {numbers} with {CHECKPOINTS} checkpoints each, by `isoloss.statistics."
+        "association.associate`. The loss causes measure and outcome; at one loss they correlate by r, and half of "
+        "their variance is between clusters. Standard errors are over suites. Intervals are of Pearson's and "
+        "Spearman's correlation given the loss, and of Pearson's at one loss (band), where there is one.",
+    ]
+    for design in DESIGNS:
+        lines += ["", f"## Where {design}", ""]
+        cells = [f"{name}, r = {r:g}" for r in CORRELATIONS for name in ("Pearson", "Spearman", "band")]
+        lines += [f"| clusters | {' | '.join(cells)} |", "|---:|" + "---:|" * len(cells)]
+        some = [each for each in record["cases"] if each["design"] == design]
+        lines += [f"| {each['clusters']} | {percent(each['covered'].values())} |" for each in some]
+        lines += ["", "| clusters | p below 0.05, r = 0 | shown, r = 0 | shown, r = 0.6 | smallest r | shown there |"]
+        lines += ["|---:|---:|---:|---:|---:|---:|"]
+        for each in some:
+            shares = percent(each[name] for name in ("p below 0.05, 0", "shown, 0", "shown, 0.6"))
+            detected = percent([each["detected"]])
+            lines.append(f"| {each['clusters']} | {shares} | {each['detectable']:.2f} | {detected} |")
+    lines += [
+        "",
+        "Shown: the interval of Pearson's is without 0, and the p-value is below 0.05. The smallest r is what suites "
+        "with r = 0 call the smallest that they could show (the median), and the last column is how often it is shown "
+        "in another suite that has what the first suite said.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 PARTS = {"rows": of_rows, "comparisons": of_comparisons}
 
 
 def main() -> None:
-    """Measure what is not there yet of a part, and write the result; the other part stays as it was."""
+    """Measure what is not there yet of a part, and write the result; the other parts stay as they were."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PARTS, help="which part to measure")
-    parser.add_argument("data", type=Path, help="the folder with openwebtext-1000 and novels")
+    parser.add_argument("part", choices=[*PARTS, "associations"], help="which part to measure")
+    parser.add_argument("data", type=Path, nargs="?", help="the folder with openwebtext-1000 and novels")
     parser.add_argument("--work", type=Path, default=Path("runs/interval-coverage"), help="where the run goes on from")
     args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.part == "associations":
+        record = {**record_of("interval_coverage.py", ("isoloss", "numpy")), "cases": of_associations(args.work)}
+        write_text(RESULTS / "association_coverage.json", json.dumps(record, indent=2) + "\n")
+        write_text(RESULTS / "association_coverage.md", page_of_associations(record))
+        print(page_of_associations(record))
+        return
+    if args.data is None:
+        parser.error(f"the part {args.part} needs the folder of its texts")
     texts = Texts(args.data)
     rows, _ = packed(texts.pages)
     models = {name: trained(seed, rows, args.work / name) for seed, name in enumerate("ab")}

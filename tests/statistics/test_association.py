@@ -11,6 +11,7 @@ from isoloss.errors import IsolossError
 from isoloss.statistics import association
 from isoloss.statistics.association import associate
 from isoloss.statistics.correlation import correlation
+from isoloss.statistics.power import minimal_detectable_effect
 
 
 def suite(seed=56, groups=6, steps=4, effect=0.3):
@@ -68,7 +69,7 @@ def test_kendalls_is_of_residuals_in_cells():
 
 
 def brute_force(columns, permutations):
-    """The p-value by least squares on each permuted outcome; places without a donor get the fitted value."""
+    """The correlations' sizes by least squares on each permuted outcome; without a donor it is the fitted value."""
     loss, x, y = columns["loss"], np.log(columns["trace"]), columns["acc"]
     rows = [np.flatnonzero(columns["seed"] == seed) for seed in np.unique(columns["seed"])]
     rows = [own[np.argsort(columns["step"][own])] for own in rows]
@@ -80,16 +81,21 @@ def brute_force(columns, permutations):
             number = min(len(own), len(donor))
             permuted[own[:number]] += off[donor[:number]]
         sizes.append(abs(np.corrcoef(residuals(x, loss), residuals(permuted, loss))[0, 1]))
-    return np.mean(np.array(sizes) > sizes[0] - 1e-9)
+    return np.array(sizes)
 
 
 @pytest.mark.parametrize("kept", [slice(None), [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 11, 13, 12, 14, 15, 16]])
 def test_the_p_value_is_that_of_all_permutations_of_the_clusters(kept):
     # the second time the rows are out of order and the clusters of 4, 4, 3, 4 and 1
     columns = {name: values[kept] for name, values in suite(4, groups=5, effect=0.0).items()}
-    expected = brute_force(columns, itertools.permutations(range(5)))
-    assert 1 / 120 < expected < 0.95
-    assert found(columns, along="step").p_permutation == pytest.approx(expected, abs=1e-12)
+    sizes = brute_force(columns, itertools.permutations(range(5)))
+    p = np.mean(sizes > sizes[0] - 1e-9)
+    assert 1 / 120 < p < 0.95
+    one = found(columns, along="step")
+    assert one.p_permutation == pytest.approx(p, abs=1e-12)
+    # the effect that a paired t test of 4 pairs finds, of which the mean has this error
+    error = math.sqrt(np.square(np.arctanh(sizes)).mean())
+    assert math.atanh(one.detectable) == pytest.approx(minimal_detectable_effect(2 * error, 4, power=0.85), rel=1e-6)
 
 
 def test_of_many_clusters_permutations_are_drawn(monkeypatch):
@@ -106,7 +112,7 @@ def test_only_measures_that_differ_by_factors_are_logarithms():
     columns = suite()
     for name in ("minimal-trace", "hessian-trace (docs)", "SAM_sharpness", "largest-eigenvalue", "empirical-fisher"):
         assert found(columns | {name: columns["trace"]}, name).logarithms == (name,)
-    for name in ("int4-rise", "traceless", "probe-sst2"):
+    for name in ("int4-rise", "traceless", "probe-sst2", "int4-rise (trace)"):
         assert found(columns | {name: columns["trace"]}, name).logarithms == ()
     assert found(columns | {"trace": columns["trace"] - 10}).logarithms == ()
     assert found(columns | {"norm": columns["trace"], "trace": columns["acc"]}, "norm", "trace").logarithms == ("norm",)
@@ -178,8 +184,7 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     assert trace.p_permutation == 1 / 720
     assert trace.p_adjusted == pytest.approx(2 / 720)
     assert noise.p_adjusted == noise.p_permutation > 0.05
-    assert trace.detectable == trace.pearson.detectable(alpha=0.025)
-    assert trace.detectable > found(columns).detectable
+    assert 1 > trace.detectable > found(columns).detectable
     assert trace.sentence().startswith("At one loss, log trace predicts acc: r = 0.")
     assert noise.sentence().startswith("At one loss, noise is not shown to predict acc: r = ")
     assert empty.problem == "no checkpoint has a value of none"
@@ -192,7 +197,7 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     few = {name: values[:16] for name, values in columns.items()}
     first, *_ = associate(few, **pairs)
     assert first.detectable == 1
-    assert first.sentence().endswith("the smallest correlation that this suite could show is none.")
+    assert first.sentence().endswith("; this suite could show no correlation, however large.")
     assert not first.shown
 
 

@@ -64,8 +64,11 @@ class Args:
     """The label of what else the conclusion is to hold over, such as optimizers or recipes."""
     loss_margin: float = SuiteConfig.loss_margin
     """How far losses may be apart to count as the same, in nats per predicted token."""
+    import_: tuple[str, ...] = ()
+    """Outcomes that were measured elsewhere, kept in the folder: results of lm-evaluation-harness (samples_*.jsonl,
+    results_*.json, or their folder), tables (.csv, .tsv) with a column checkpoint or the labels, or patterns."""
     predict: tuple[str, ...] = ()
-    """Further columns of the table that are outcomes."""
+    """Columns of the table that are outcomes; default: those of the suite, else what was imported, else the rises."""
     plan: bool = False
     """Say what is to be downloaded and what it takes in hours and memory, and stop."""
     executor: str = "local"
@@ -96,6 +99,7 @@ def arguments_class() -> type:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args: Any = options.parse(arguments_class(), "suite", arguments, examples=EXAMPLES, common=COMMON)
+    from isoloss.suites.outcomes import read_outcomes
     from isoloss.suites.run import SuiteFolder
 
     if args.member or args.work:
@@ -103,12 +107,17 @@ def main(arguments: list[str]) -> int:
         with contextlib.chdir(folder.directory):
             return _measure(folder, args.member) if args.member else _run(folder, args)
     folder = _folder(args)
+    imported = [Path(each).absolute() for each in args.import_]
     with contextlib.chdir(folder.directory):
         if args.plan:
             return _plan(folder, args)
+        # before anything is measured, as a file that cannot be read is refused
+        outcomes = read_outcomes(imported, folder.members)
         status = _run(folder, args)
         if status == interrupts.status():
             return status
+        if outcomes:
+            folder.keep(outcomes)
         return _finish(folder, args, status, common.command("suite", *arguments))
 
 

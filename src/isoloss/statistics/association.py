@@ -20,6 +20,7 @@ from isoloss import seeds
 from isoloss.errors import IsolossError, did_you_mean
 from isoloss.statistics.checking import column, labels, positive
 from isoloss.statistics.correlation import Correlation, GranulatedKendall, correlation, granulated_kendall
+from isoloss.statistics.power import minimal_detectable_effect
 from isoloss.statistics.significance import LOSS_MARGIN, holm
 from isoloss.statistics.tables import probability
 
@@ -31,6 +32,7 @@ SCALES = {"trace", "fisher", "eigenvalue", "eigenvalues", "sharpness", "flatness
 _LEVEL = 0.05
 _ALL = 7  # clusters: of so many all permutations are taken, at most 5,040
 _DRAWN = 9_999  # permutations of more clusters
+_POWER = 0.85  # of a t test with the true error; with a suite's own estimate of it, 80 % of simulated suites find it
 _NONE_LEFT = 1e-9  # of a variable's range: what the loss leaves of it counts as nothing
 _SAME = 1e-9  # below it, differences of correlations are rounding
 _RESAMPLES = 100  # as few as may be: the bootstrap's interval is not used
@@ -97,11 +99,13 @@ class Association:
         ]
         if self.over_levels is not None and not _without_0(self.over_levels):
             intervals[1] += ", which does not show it"
-        smallest = f"{self.detectable:.2f}"
+        smallest, could = f"{self.detectable:.2f}", "this suite could show no correlation, however large"
+        if smallest != "1.00":
+            could = f"the smallest correlation that this suite could show is {smallest}"
         return (
             f"At one loss, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}: "
-            f"r = {self.pearson.value:.2f} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; the "
-            f"smallest correlation that this suite could show is {'none' if smallest == '1.00' else smallest}."
+            f"r = {self.pearson.value:.2f} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; "
+            f"{could}."
         )
 
     def __str__(self) -> str:
@@ -138,6 +142,9 @@ def associate(
     statistic is the size of the partial correlation. Up to 7 clusters all permutations are taken, else 9,999 draws.
     What all clusters share along the steps is in every permutation: where that makes up the correlation, p is large.
 
+    `detectable` is for a t test of artanh r with G - 2 degrees of freedom, as the loss takes one, at the level 0.05
+    over the number of pairs. Its error is the spread of artanh r over the permutations.
+
     A measure or outcome with `trace`, `fisher`, `eigenvalue`, `sharpness`, `flatness` or `norm` as a word of its name
     enters as a logarithm where all its values are above 0: such measures differ between models by factors.
 
@@ -155,8 +162,7 @@ def associate(
         seed: Of the permutations that are drawn; the stream is `"association"`.
 
     Raises:
-        IsolossError: The column of the loss or of labels is not there. What is wrong with a measure or an outcome is
-            the `problem` of its pairs.
+        IsolossError: The margin is not above 0. What is wrong with columns is the `problem` of the pairs.
 
     Example:
         >>> from isoloss.statistics.association import associate
@@ -166,13 +172,13 @@ def associate(
         >>> found = associate(suite, measures=["trace"], outcomes=["acc"], loss="loss", clusters="seed")
         >>> print(*found)  # doctest: +NORMALIZE_WHITESPACE
         At one loss, log trace predicts acc: r = -0.96 (-1.00 to -0.72) over 5 seeds, p 0.008 after Holm; the smallest
-        correlation that this suite could show is 0.89.
+        correlation that this suite could show is 0.99.
     """
     positive("loss_margin", loss_margin)
     labeled = [name for name in (clusters, levels, along, *hyperparameters) if name is not None]
     over = (clusters,) if levels is None else (clusters, levels)
 
-    def associated(measure: str, outcome: str) -> Association:
+    def associated(measure: str, outcome: str) -> tuple[Association, float]:
         none = Association(measure=measure, outcome=outcome, given=(loss,), over=over)
         try:
             kept, logarithms = _values(columns, [measure, outcome], loss, labeled)
@@ -184,7 +190,7 @@ def associate(
             pearson = correlation(x, y, of, **about)
             of_run = [labels(kept[name], len(x), 1, name)[1] for name in labeled if name != along]
         except IsolossError as error:
-            return dataclasses.replace(none, problem=str(error))
+            return dataclasses.replace(none, problem=str(error)), math.nan
         runs = np.unique(of_run, axis=1, return_inverse=True)[1].reshape(-1) if along is not None else None
         (x_there, y_there, _), rows, band = _at_one_loss(np.stack([x, y, at]), codes, runs, steps, loss_margin)
         parts: dict[str, Callable[[], Any]] = {
@@ -202,19 +208,24 @@ def associate(
                 made[name] = make()
             except IsolossError as error:
                 missing[name] = str(error)
-        p = _permutation_p(x, y, at, codes, steps, seed)
-        return dataclasses.replace(found, pearson=pearson, band=band, p_permutation=p, missing=missing, **made)
+        p, spread = _permuted(x, y, at, codes, steps, seed)
+        together = dataclasses.replace(found, pearson=pearson, band=band, p_permutation=p, missing=missing, **made)
+        return together, spread
 
-    found = [associated(*pair) for pair in itertools.product(measures, outcomes)]
-    tests = {f"{i}": each.p_permutation for i, each in enumerate(found) if each.pearson is not None}
-    for i, p in (holm(tests) if tests else {}).items():
-        each = found[int(i)]
-        assert each.pearson is not None
-        smallest_p = 1 / (math.factorial(each.clusters) if each.clusters <= _ALL else _DRAWN + 1)
-        can_be_shown = len(tests) * smallest_p < _LEVEL
-        detectable = each.pearson.detectable(alpha=_LEVEL / len(tests)) if can_be_shown else 1.0
-        found[int(i)] = dataclasses.replace(each, p_adjusted=p, detectable=detectable)
-    return tuple(found)
+    results = [associated(*pair) for pair in itertools.product(measures, outcomes)]
+    tests = {f"{i}": each.p_permutation for i, (each, _) in enumerate(results) if each.pearson is not None}
+    adjusted = holm(tests) if tests else {}
+    for i, p in adjusted.items():
+        each, spread = results[int(i)]
+        pairs = each.clusters - 1  # of a paired t test: the loss takes a degree of freedom
+        least_p = 1 / (math.factorial(each.clusters) if each.clusters <= _ALL else _DRAWN + 1)
+        detectable = 1.0
+        if len(tests) * least_p < _LEVEL:
+            sd, alpha = spread * math.sqrt(pairs), _LEVEL / len(tests)
+            effect = minimal_detectable_effect(sd, pairs, power=_POWER, alpha=alpha)
+            detectable = math.tanh(effect)
+        results[int(i)] = dataclasses.replace(each, p_adjusted=p, detectable=detectable), spread
+    return tuple(each for each, _ in results)
 
 
 def _without_0(found: Correlation) -> bool:
@@ -239,7 +250,9 @@ def _values(
         raise IsolossError(f"no checkpoint has a value of {empty}")
     kept: dict[str, Any] = {name: [columns[name][i] for i in rows] for name in names}
     kept |= {name: column(name, kept[name]) for name in (*pair, loss)}
-    scales = [name for name in dict.fromkeys(pair) if SCALES & {*re.split("[^a-z]+", name.lower())}]
+    # without the name of a text, "trace (docs)"
+    words = {name: re.split("[^a-z]+", name.partition(" (")[0].lower()) for name in pair}
+    scales = [name for name in words if not SCALES.isdisjoint(words[name])]
     logarithms = tuple(name for name in scales if kept[name].min() > 0)
     kept |= {name: np.log(kept[name]) for name in logarithms}
     for name in pair:
@@ -289,8 +302,8 @@ def _at_one_loss(
     return values[:, band], band, f"{len(band)} checkpoints with losses from {low:.4g} to {high:.4g}"
 
 
-def _permutation_p(x: Floats, y: Floats, loss: Floats, codes: Integers, steps: Floats, seed: int) -> float:
-    """Return the p-value of x and y given the loss, by permutations of the clusters' residuals."""
+def _permuted(x: Floats, y: Floats, loss: Floats, codes: Integers, steps: Floats, seed: int) -> tuple[float, float]:
+    """Return the p-value of x and y given the loss, and the root of the mean square of artanh r, by permutations."""
     sizes = np.bincount(codes)
     groups = np.arange(len(sizes))
     order = np.lexsort((steps, codes))
@@ -311,4 +324,5 @@ def _permutation_p(x: Floats, y: Floats, loss: Floats, codes: Integers, steps: F
     # of the permuted residuals, again given the loss
     left = square - total**2 / len(x) - on_loss**2 / (np.square(own[1]).sum() or 1.0)
     size = np.abs(product) / np.sqrt(np.maximum(left, _NONE_LEFT * square[0]) * np.square(own[0]).sum())
-    return float(np.mean(size >= size[0] - _SAME))
+    spread = np.sqrt(np.square(np.arctanh(np.minimum(size, 1 - _SAME))).mean())
+    return float(np.mean(size >= size[0] - _SAME)), float(spread)
