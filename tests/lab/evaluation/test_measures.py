@@ -52,6 +52,7 @@ NAMED = {
     "few-shot-TASK-NUMBER": "few-shot-root-20",
     "projected-TASK-WIDTH": "projected-root-8",
     "span-LEVEL": "span-1",
+    "lm-eval-TASK": "lm-eval-lastword",
 }
 SMALL = {
     "loss_sentences": 40,
@@ -124,8 +125,8 @@ def test_the_settings_of_a_measure_are_recorded_with_its_results(name):
 
 
 def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp_path):
-    # those of brackets, of runs, of other text and of chains that are to converge have tests of their own
-    others = ("generalization-gap", "barrier", "directional-sharpness", "frontier", "llc")
+    # those of brackets, of runs, of text, of another package and of chains that are to converge have tests of their own
+    others = ("generalization-gap", "barrier", "directional-sharpness", "frontier", "llc", "lm-eval-TASK")
     names = [name for name in MEASURES if not name.startswith("bracket-") and name not in others]
     asked = [NAMED.get(name, name) for name in names]
     words = ("measure", checkpoints / "a", "--language", config_file(tmp_path), "--measures", *asked, *options(names))
