@@ -89,6 +89,9 @@ MEASURES = {
         "frontier": "frontier",
         "llc": "llc",
         "directional-sharpness": "directional_sharpness",
+        "critical-sharpness": "critical_sharpness",
+        "gradient-noise-scale": "gradient_noise_scale",
+        "gradient-agreement": "gradient_agreement",
         "squared-norm": "squared_norm",
     },
     "isoloss.lab.evaluation.measures.transfer": {

@@ -145,8 +145,8 @@ class SuiteFolder:
                     continue
                 evaluation = Evaluation.from_dict(cell["evaluation"])
                 for name, estimate in evaluation.estimates.items():
-                    # the parts of a language's loss, and the metrics of a task, have names of their own
-                    has_own = measure == "loss" or measure.startswith("lm-eval-")
+                    # the parts of a language's loss, ranks, and the metrics of a task have names of their own
+                    has_own = measure in ("loss", "features") or measure.startswith("lm-eval-")
                     title = name if has_own else label(measure, name, tuple(evaluation.estimates))
                     yield member, number(text, title, estimate, evaluation.weights)
         imported = self.imported()
