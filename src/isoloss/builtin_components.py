@@ -87,6 +87,9 @@ MEASURES = {
         "noise-rise": "noise_rise",
         "barrier": "barrier",
         "directional-sharpness": "directional_sharpness",
+        "critical-sharpness": "critical_sharpness",
+        "gradient-noise-scale": "gradient_noise_scale",
+        "gradient-agreement": "gradient_agreement",
         "squared-norm": "squared_norm",
     },
     "isoloss.lab.evaluation.measures.transfer": {

@@ -295,6 +295,8 @@ LATE = {
         "--task sst3": "sst3 is no task of text; did you mean sst2?",
         "--pooling max": "--pooling is 'max'; it must be one of auto, last",
         "--csv bert": "bert is a folder; name a file to write",
+        "--output bert": "bert exists and is not an empty folder: choose another name",
+        "--output text.txt/below": "cannot write in text.txt/below: Not a directory",
         "--csv a/model.safetensors": "--csv is a/model.safetensors, which is read as an input: name another file",
         "--data text.jsonl --html text.jsonl": "--html is text.jsonl, which is read as an input",
         "--task sst2 --task-data sst2=labels --csv labels/dev.csv": "--csv is labels/dev.csv, which is read as an inp",

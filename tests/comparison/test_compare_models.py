@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import small_checkpoints as small
 from isoloss import compare, pretrain
 from isoloss.comparison.models import TITLES
+from isoloss.comparison.page import comparison_page
 from isoloss.comparison.traces import ComparisonError, InterruptedComparison
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import loss_rises
@@ -24,6 +26,8 @@ from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.languages.config import BracketsConfig, PCFGConfig
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.seeds import generator
+from isoloss.statistics.comparison import times
+from isoloss.statistics.estimate import rounded
 from isoloss.statistics.ratio import ratio, ratio_estimate
 from isoloss.text.inputs import read_inputs
 from isoloss.transfer.probe import fit_linear_probe
@@ -173,7 +177,7 @@ def test_there_is_no_answer_where_much_of_a_model_was_not_rounded():
     models = {name: Half() for name in "ab"}
     ids = torch.randint(0, 8, (32, 6), generator=torch.Generator().manual_seed(0))
     comparison = compare(models, [{"input_ids": ids, "labels": ids}], causal=True)
-    answer = comparison.answers()[-1]
+    *_, answer, _ = comparison.answers()
     assert (answer.question, answer.holds) == ("More robust at 4 bits?", None)
     assert answer.answer == "No answer: 50 % of the weights of a's linear maps are rounded"
     assert "rounded: 64 of 128 weights of linear maps" in str(comparison)
@@ -184,7 +188,7 @@ def test_it_says_what_it_is_over_and_is_one_table(measured):
     assert comparison.inputs.startswith("140 sequences of 12 tokens drawn from the ")
     out = str(comparison)
     assert out.splitlines()[0].split() == ["a", "b", "second", "minus", "first", "95", "%", "interval"]
-    assert [line for line in TITLES.values() if f"\n{line} " not in out] == []
+    assert [line for line in TITLES.values() if not re.search(rf"^{re.escape(line)}[ ,]", out, re.M)] == []
     assert " documents (with changed weights: over " in out
     assert " documents in 64 of the sequences" in out
     draws = comparison.models["a"]["noise_10%_rise"].details["draws"]
@@ -467,8 +471,8 @@ def test_differences_are_in_the_order_of_the_table_whichever_model_is_better():
     for order in ("ab", "ba"):
         comparison = compare({name: models[name] for name in order}, batches(), loss_margin=10.0)
         first, second = order
-        same_loss, flatter, robust = comparison.answers()
-        for answer in (same_loss, robust):
+        same_loss, flatter, robust, quiet = comparison.answers()
+        for answer in (same_loss, robust, quiet):
             assert f"{second} minus {first} " in answer.detail.replace(":", "")
         assert f"trace of {second} " in flatter.detail
         assert f" times {first}'s" in flatter.detail
@@ -478,10 +482,34 @@ def test_at_different_losses_no_model_is_called_more_robust():
     comparison = compare({"a": small.gpt2(8, 0), "b": small.gpt2(8, 1)}, batches())
     answers = {answer.question: answer for answer in comparison.answers()}
     assert answers["Same loss?"].holds is not True
-    robust = answers["More robust at 4 bits?"]
-    assert (robust.answer, robust.holds) == ("Not judged: the losses are not shown to be the same", None)
     at_ten = dataclasses.replace(comparison, loss_margin=10.0)
-    assert at_ten.answers()[2].answer in ("a's loss rises least", "b's loss rises least", "No difference shown")
+    for place, name in ((2, "int4_rise"), (3, "noise_10%_rise")):
+        robust, judged = comparison.answers()[place], at_ten.answers()[place]
+        assert (robust.answer, robust.holds) == ("Not judged: the losses are not shown to be the same", None)
+        b_less_a = comparison.difference(name, "b", "a")
+        low, high = b_less_a.ci95
+        better, by = ("b", b_less_a) if high < 0 else ("a", b_less_a)
+        size = rounded(abs(by.value), by.stderr)
+        assert judged.answer == (
+            f"{better}, whose loss rises less, by {size} nats/token" if low > 0 or high < 0 else "No difference shown"
+        )
+
+
+def test_values_below_a_thousandth_of_a_nat_are_shown_in_millinats():
+    models = {name: small.gpt2(8, seed) for seed, name in enumerate("ab")}
+    found = compare(models, batches())
+    scaled = {
+        model: each | {"int8_rise": times(each["int8_rise"], 1e-4), "int4_rise": times(each["int4_rise"], 1.0)}
+        for model, each in found.models.items()
+    }
+    milli = dataclasses.replace(found, models=scaled)
+    rows = {row[0]: row[1:] for row in milli.table()[1]}
+    one = str(times(scaled["a"]["int8_rise"], 1e3)).partition(" nats")[0]
+    assert rows["rise with 8-bit weights, millinats"][0] == one
+    assert "rise with 4-bit weights" in rows
+    page = comparison_page(milli)
+    assert page.count(one) == 1  # both values, the difference and its bar are one row
+    assert 'id="section-differences' not in page
 
 
 def test_the_same_weights_are_identical_and_no_model_is_better():
@@ -489,7 +517,7 @@ def test_the_same_weights_are_identical_and_no_model_is_better():
     assert str(comparison.verdict()) == "a and copy have identical weights. There is nothing to compare."
     for name in comparison.names:
         assert comparison.difference(name, "a", "copy").ci95 == (0, 0)
-    assert [answer.holds for answer in comparison.answers()] == [True, None, None]
+    assert [answer.holds for answer in comparison.answers()] == [True, None, None, None]
     assert comparison.answers()[1].answer == "No verdict: identical weights"
 
 

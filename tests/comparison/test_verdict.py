@@ -116,8 +116,9 @@ def test_a_difference_that_is_sure_but_small_gives_no_verdict():
     near, apart = (compared({"a": (5000, 3000, 2.0, "1"), "b": (6000, least, 2.0, "2")}) for least in (3120, 3180))
     assert (verdict(near).flattest, verdict(near).reasons) == (None, ("near",))
     assert (
-        "the minimal trace of a is 0.962 times (95 % 0.961 to 0.962) b's: apart by less than a factor of 1.05, the "
-        "smallest that counts. Next: let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO), or ask"
+        "the smallest minimal trace, 0.962 times (95 % 0.961 to 0.962) b's (probability above 0.999), but the minimal "
+        "traces are apart by less than a factor of 1.05, the smallest that counts. Next: let a smaller ratio count "
+        "(isoloss compare MODEL MODEL --min-ratio RATIO), or ask"
     ) in str(verdict(near))
     assert verdict(near, min_ratio=1.03).flattest == verdict(apart).flattest == "a"
     with pytest.raises(IsolossError, match=r"min_ratio is 0\.9"):
@@ -150,8 +151,9 @@ def test_two_measures_that_disagree_give_no_verdict():
     found = verdict(compared({"a": (5, 4, 2.0, "1"), "b": (6, 3, 2.0, "2")}), names={"a": "A", "b": "B"})
     assert (found.flattest, found.reasons) == (None, ("disagree",))
     assert str(found) == (
-        "No verdict on which is the flattest. A has the smallest trace (probability above 0.999) and B has the "
-        "smallest minimal trace (probability above 0.999): the scale of the weights decides the order of the traces. "
+        "No verdict on which is the flattest. A has the smallest trace, 0.833 times (95 % 0.793 to 0.875) B's "
+        "(probability above 0.999) and B has the smallest minimal trace, 0.750 times (95 % 0.685 to 0.821) A's "
+        "(probability above 0.999): the scale of the weights decides the order of the traces. "
         "Next: ask which is better at a task (isoloss compare MODEL MODEL --task TASK)."
     )
     # with a task, that step is behind them
@@ -184,7 +186,7 @@ def test_losses_that_may_be_the_same_take_more_inputs_and_no_other_checkpoints()
 def test_a_small_difference_leaves_it_open():
     found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 3.1, 2.0, "2")}), more="more luck")
     assert (found.flattest, found.reasons) == (None, ("open",))
-    assert "a has the smallest trace (probability above 0.999) and the smallest minimal trace" in str(found)
+    assert "a has the smallest trace, 0.833 times (95 % 0.793 to 0.875) b's (probability above 0.999)" in str(found)
     assert "it takes more luck to tell. Next: take more luck, or ask which is better at a task" in str(found)
 
 

@@ -17,9 +17,12 @@ from rescaling_models import FAMILIES, VOCABULARY, tokens
 from torch import nn
 
 from isoloss.flatness import (
+    critical_sharpness,
     empirical_fisher_trace,
     fisher_rao_norm,
     fisher_trace,
+    gradient_agreement,
+    gradient_noise_scale,
     interpolation_barrier,
     loss_rises,
     relative_flatness,
@@ -184,6 +187,13 @@ def barrier(model):
     return torch.tensor(found.value, dtype=torch.float64)
 
 
+def agreement(model):
+    # of one label, so that the gradients of eight sequences have something in common
+    texts = ([{**batch, "labels": batch["labels"].clamp(max=0)}] for batch in batches())
+    found = gradient_agreement(model, *texts)
+    return torch.tensor(found.value, dtype=torch.float64)
+
+
 VALUES = {
     "squared-norm": lambda model: torch.tensor(squared_parameter_norm(model).value, dtype=torch.float64),
     "trace": lambda model: fisher(model).trace(),
@@ -202,6 +212,9 @@ VALUES = {
     **{f"{name}-rise": rise(rounding) for name, rounding in FORMATS.items()},
     "noise-rise": noise,
     "barrier": barrier,
+    "critical-sharpness": estimated(critical_sharpness),
+    "gradient-noise-scale": estimated(gradient_noise_scale),
+    "gradient-agreement": agreement,
 }
 
 

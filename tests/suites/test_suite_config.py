@@ -58,6 +58,18 @@ def test_families_in_the_cache(cache):
         found("lab/other@epoch{epoch}")
 
 
+def test_labels_with_given_values(cache):
+    # every combination, whether there is one or not
+    given = found("big/model-{size}@step{step}", labels={"size": ["14m", "31m"], "step": [0, 512]})
+    assert list(given) == [f"big/model-{size}@step{step}" for size in ("14m", "31m") for step in (0, 512)]
+    assert given["big/model-31m@step512"] == {"size": "31m", "step": 512}
+    with pytest.warns(IsolossWarning, match="hub does not answer"):
+        some = found("lab/tiny-seed{seed}@step{step}", labels={"step": [10]})
+    assert list(some) == ["lab/tiny-seed2@step10", "lab/tiny-seed10@step10"]
+    with pytest.raises(IsolossError, match="the values of the label step are 10; they must be a list"):
+        found("lab/tiny-seed2@step{step}", labels={"step": 10})
+
+
 def test_folders_of_any_name(cache):
     names = ["sgd, lr=0.1/step 5", "sgd, lr=0.1/step 40", "sám {x} [1]/step 5"]
     for name in names:

@@ -13,6 +13,7 @@ from isoloss.config import from_dict
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.suites.config import SuiteConfig, members
+from isoloss.suites.outcomes import read_outcomes
 from isoloss.suites.run import SuiteFolder
 from isoloss.suites.table import SuiteTable
 from small_checkpoints import llama, sentence_pieces
@@ -170,6 +171,28 @@ def test_changed_texts_settings_and_weights_are_measured_again(here, made):
     assert not folder.units()[0].done()
 
 
+def test_outcomes_of_others_are_kept(here):
+    folder = suite("out", here, PATTERN, measures=["trace", "int4-rise"], outcomes=["chess"])
+    table = folder.table()
+    assert set(table.frame.filter(measure="chess")["problem"]) == {"no outcome of this name was imported"}
+    Path("results.csv").write_text("seed,step,chess,chess_stderr,go\n0,1,1480,25,3\n1,10,1520,24,4\n")
+    folder.keep(read_outcomes(["results.csv"], folder.members))
+    Path("later.csv").write_text("checkpoint,go\nlab/tiny-seed0@step1,5\n")
+    folder.keep(read_outcomes(["later.csv"], folder.members))
+    table = folder.table()
+    wide = table.wide()
+    assert wide["chess"].to_list() == [1480, None, None, None, None, 1520]
+    assert wide["chess_stderr"].to_list() == [25, None, None, None, None, 24]
+    assert wide["go"].to_list() == [5, None, None, None, None, 4]
+    assert wide["go_stderr"].null_count() == 6  # no error is known
+    assert table.frame.filter(measure="go")["problem"].to_list()[1] == "no such outcome of it was imported"
+    # what is imported is no measure, and an outcome unless others are named
+    assert table.roles()[2] == ["chess"]
+    assert table.roles(["go"])[1:] == ([], ["chess", "go"])
+    with pytest.raises(IsolossError, match="the table has no column 'ches'; did you mean chess"):
+        table.roles(["ches"])
+
+
 def test_the_command(here, made, monkeypatch, capfd):
     monkeypatch.setenv("HF_HOME", str(made[0]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -202,6 +225,28 @@ def test_the_command(here, made, monkeypatch, capfd):
     assert "done in" not in said
     assert [each["measure"] for each in json.loads(out)["answers"]] == ["trace"]
     assert Path("suite/suite.parquet").read_bytes() == before
+
+
+def test_the_mean_of_revisions_in_the_cache(here):
+    assert main(["average", "lab/tiny-seed0@step1*", "lab/tiny-seed1@step2", "--output", "mean"]) == 0
+    assert Path("mean/model.safetensors").is_file()
+
+
+def test_a_plan_without_files_and_hub(here, capsys):
+    Path("big.toml").write_text(
+        """
+        checkpoints = ["big/model-{size}@step{step}"]
+        labels = {size = ["14m", "2.8b"], step = [0, 512]}
+        parameters = {size = {14m = 14_067_712, "2.8b" = 2_775_208_960}}
+        texts = {docs = "python:docs"}
+        """
+    )
+    assert main(["suite", "big.toml", "--plan", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["sizes"]["2,775,208,960 parameters"]["download"] == 2 * 2 * 2_775_208_960
+    assert document["sizes_from"] == ["the suite's table of parameters"]
+    assert main(["suite", "big.toml", "--plan"]) == 0
+    assert "To download: 11 GB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from isoloss.errors import IsolossError, warn
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _MAGIC = re.compile(r"[*?]|\[[^]]+\]")  # in a pattern, what stands for other text
 _STEP = re.compile(r"step-\d+")  # the checkpoints of a run
-_IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?\d+")  # the checkpoints of a Trainer, and of other trainers
+_IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?(\d+)")  # the checkpoints of a Trainer, and of other trainers
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 TRAINER = "trainer.json"  # in a checkpoint of isoloss: where training stood, and the SHA-256 of the other files
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -66,6 +66,31 @@ def expand_checkpoints(names: Iterable[str], say: Callable[[str], None] = lambda
         else:
             raise IsolossError(f"no folder matches {name!r}")
     return found
+
+
+def series_of(names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Return checkpoints that are named by steps as series, by what their names have before the step, in its order.
+
+    A name without a step is a series of its own. Nothing is returned for fewer than three names, or where no two of
+    them are of one series.
+
+    Example:
+        >>> from isoloss.checkpoints.places import series_of
+        >>> series_of(["a/checkpoint-20", "a/checkpoint-10", "b"])
+        {'a': {10: 'a/checkpoint-10', 20: 'a/checkpoint-20'}, 'b': {0: 'b'}}
+    """
+    found: dict[str, dict[int, str]] = {}
+    names = list(names)
+    for name in names:
+        start = max(name.rfind("/"), name.rfind("@")) + 1
+        *_, last = [None, *_IN_SERIES.finditer(name, start)]
+        key, step = (name, 0) if last is None else (name[: last.start()].rstrip("/@-_") or "checkpoints", int(last[2]))
+        if step in found.setdefault(key, {}):
+            return {}  # the step is not all that tells them apart
+        found[key][step] = name
+    if len(names) < 3 or len(found) == len(names):
+        return {}
+    return {key: dict(sorted(series.items())) for key, series in found.items()}
 
 
 def _in_folder(folder: Path, say: Callable[[str], None]) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss import files
+from isoloss.checkpoints import places
 from isoloss.cli import common, options
 
 EXAMPLES = [
@@ -18,8 +19,9 @@ EXAMPLES = [
 class Args:
     """Average the weights of checkpoints of one architecture, and write the mean as a Hugging Face folder."""
 
-    checkpoints: options.Positional[tuple[Path, ...]]
-    """Checkpoint folders, or runs for their last checkpoints; at least two."""
+    checkpoints: options.Positional[tuple[str, ...]]
+    """Checkpoint folders, runs for their last checkpoints, or names on the Hugging Face hub (NAME@REVISION); also by
+    patterns, such as 'NAME@step*'; at least two."""
     output: Path
     """Folder to write, new or empty."""
     json: bool = False
@@ -30,11 +32,18 @@ def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args = options.parse(Args, "average", arguments, examples=EXAMPLES)
     files.check_new(args.output)
+    names = places.expand_checkpoints(args.checkpoints, common.note)
+    from isoloss.lab.evaluation.external import ExternalCheckpoint
     from isoloss.lab.training.averaging import average_checkpoints
 
-    average_checkpoints(args.checkpoints, args.output)
+    on_hub = [places.may_be_hub_name(name.partition("@")[0]) and not Path(name).exists() for name in names]
+    folders = [
+        ExternalCheckpoint(checkpoint=name, data="none").folder(download=True) if is_on_hub else Path(name)
+        for name, is_on_hub in zip(names, on_hub, strict=True)
+    ]
+    average_checkpoints(folders, args.output)
     if args.json:
-        common.emit_json({"output": str(args.output), "checkpoints": [str(path) for path in args.checkpoints]})
+        common.emit_json({"output": str(args.output), "checkpoints": names})
     else:
-        common.say(f"{args.output}: the mean of {len(args.checkpoints)} checkpoints")
+        common.say(f"{args.output}: the mean of {len(names)} checkpoints")
     return 0

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -260,7 +261,7 @@ class Progress:
         """Name the work, how much there is (None: not known yet), and in what it is counted."""
         self.label, self.total, self.unit = label, total, unit
         self._bar: Bar | None = None
-        self._last_line = time.monotonic()
+        self._begun = self._last_line = time.monotonic()
 
     def __enter__(self) -> Progress:
         console = Console(stderr=True)
@@ -282,18 +283,20 @@ class Progress:
 
     def begin(self, label: str, total: int, unit: str) -> None:
         """Start again with other work, in the place of what was under way."""
-        self.label, self.total, self.unit = label, total, unit
+        self.label, self.total, self.unit, self._begun = label, total, unit, time.monotonic()
         if self._bar is not None:
             self._bar.reset(self._task, description=printable(label), total=total, note=unit)
 
-    def __call__(self, done: int, note_text: str = "") -> None:
+    def __call__(self, done: float, note_text: str = "") -> None:
         """Say that `done` of the total are done."""
         if self._bar is not None:
             note_text = note_text.partition(",")[0] if self._narrow else note_text
             self._bar.update(self._task, completed=done, note=self.unit + printable(note_text and f", {note_text}"))
         elif time.monotonic() - self._last_line >= LINE_EVERY_SECONDS:
             self._last_line = time.monotonic()
-            note(f"{self.label}: {done} of {self.total} {self.unit}" + (note_text and f", {note_text}"))
+            rate = done / (self._last_line - self._begun)
+            left = f", {timedelta(seconds=round((self.total - done) / rate))} left" if self.total and done else ""
+            note(f"{self.label}: {int(done)} of {self.total} {self.unit}{note_text and f', {note_text}'}{left}")
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

@@ -35,10 +35,11 @@ EXAMPLES = [
     ("isoloss compare A B --task mine=reviews.csv", "on your own, with the columns text and label"),
     ("isoloss compare A B --data text.txt --measures largest-eigenvalue fisher-rao", "with other measures of flatness"),
     ("isoloss compare A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
-    ("isoloss compare TRAINER-OUTPUT --data text.txt", "all checkpoints of a Trainer's output"),
+    ("isoloss compare TRAINER-OUTPUT --data text.txt --output kept", "all checkpoints of a Trainer's output"),
+    ("isoloss compare 'A/checkpoint-*' 'B/checkpoint-*'", "two runs, where their losses are the same"),
     ("isoloss compare 'EleutherAI/pythia-14m@step*000' --data text.txt", "revisions of a model on the hub"),
 ]
-COMMON = "models data tokenizer length num_sequences task loss_margin html csv json device"
+COMMON = "models data tokenizer length num_sequences task loss_margin output html csv json device"
 _MORE = 4  # times as many sequences: errors about half as large
 
 
@@ -78,6 +79,8 @@ class Args:
     """How far losses may be apart to count as the same, in nats per predicted token."""
     min_ratio: float = MIN_RATIO
     """The smallest ratio of two traces that counts: no model is called the flattest if another is closer than this."""
+    output: Path | None = None
+    """Keep the numbers of each model that is done in this folder; after a kill, the same command goes on there."""
     html: Path | None = None
     """Write a page of one screen to this file."""
     csv: Path | None = None
@@ -125,7 +128,13 @@ def main(arguments: list[str]) -> int:
         settings.pop("num_sequences", SequenceMeasure.num_sequences),
         settings.pop("seed", SequenceMeasure.seed),
     )
-    with common.Progress("measuring", num_sequences, "sequences") as bar:
+    places_of = {name: place for place, name in enumerate(models)}
+
+    def progress(model: str, done: int) -> None:
+        # how many sequences there are is known at the end alone: the text may have fewer
+        bar(places_of[model] + min(1.0, done / num_sequences), f"{model}, {done:,} sequences")
+
+    with common.Progress("measuring", len(models), "models") as bar:
         try:
             compared = compare(
                 models,
@@ -145,7 +154,8 @@ def main(arguments: list[str]) -> int:
                 inputs=InputConfig(**inputs),
                 dtype=getattr(torch, args.dtype),
                 attention=args.attention,
-                progress=lambda model, done: bar(done, model),
+                output=args.output,
+                progress=progress,
                 **vars(args.loading),
             )
         except Incomplete as stop:
@@ -165,7 +175,7 @@ def main(arguments: list[str]) -> int:
             common.say("")
             common.say_wrapped(text)
         if len(compared.models) > 1 and failed is None:
-            common.say_next(_next(args, arguments, compared.verdict().reasons, num_sequences if has_more else None))
+            common.say_next(_next(args, arguments, compared.open_reasons(), num_sequences if has_more else None))
     # last, so that a full disk does not cost the table
     _write(args, compared, common.command("compare", *arguments), more)
     if failed is None:
@@ -205,6 +215,8 @@ def _check(args: Any, models: list[str]) -> None:
     machine.check_device(args.loading.device)
     if args.parquet is not None:
         require_package("polars")
+    if args.output is not None:
+        files.check_writable(args.output)
     common.check_figure(args.figure)
     common.check_outputs(args, models, "html", "csv", "parquet", "figure")
 

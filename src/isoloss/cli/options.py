@@ -331,8 +331,8 @@ def _hinted(cls: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def option_name(field: str) -> str:
-    """Return how the command line calls a field: learning_rate is --learning-rate."""
-    return f"--{field.replace('_', '-')}"
+    """Return how the command line calls a field: learning_rate is --learning-rate, and import_ is --import."""
+    return f"--{field.rstrip('_').replace('_', '-')}"
 
 
 # --- help ------------------------------------------------------------------------------------------------------------

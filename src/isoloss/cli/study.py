@@ -576,16 +576,14 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int)
     disk = sum(status.disk or 0 for status in states)
     if all(status.state == "done" for status in states):
         used = sum(status.unit.seconds * status.unit.needs.all_cores for status in states)
-        common.say_wrapped(
-            f"All units are done: {_rough(used / 3600)} core-hours and {_rough(disk / MIB)} MiB on disk."
-        )
+        common.say_wrapped(f"All units are done: {rough(used / 3600)} core-hours and {rough(disk / MIB)} MiB on disk.")
         return
     left, measured = remaining(states, workers), sum(status.is_measured for status in states)
     basis = f"from the {measured} units measured here" if measured else "a rough guess, as no unit is measured yet"
-    gpus = f" and {_rough(left.gpu_seconds / 3600)} GPU-hours" if left.gpu_seconds else ""
+    gpus = f" and {rough(left.gpu_seconds / 3600)} GPU-hours" if left.gpu_seconds else ""
     common.say_wrapped(
         f"Expected time for the rest ({basis}): {duration(left.with_workers)} with {workers} workers. "
-        f"Cost: {_rough(left.core_seconds / 3600)} core-hours{gpus}."
+        f"Cost: {rough(left.core_seconds / 3600)} core-hours{gpus}."
     )
     if unknown := sum(status.disk is None for status in states):
         common.say_wrapped(
@@ -594,7 +592,7 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int)
         )
     if disk:
         to_come = sum(status.disk or 0 for status in states if status.state != "done")
-        common.say_wrapped(f"Disk space: {_rough(disk / MIB)} MiB, {_rough(to_come / MIB)} MiB of it not written yet.")
+        common.say_wrapped(f"Disk space: {rough(disk / MIB)} MiB, {rough(to_come / MIB)} MiB of it not written yet.")
     if (secondary := folder.secondary_tests) is not None:
         common.say_wrapped(
             f"Secondary tests: {secondary}; p of each is adjusted for all of them, also where some cannot be made."
@@ -610,7 +608,7 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int)
         "largest GPU memory (MiB)": [cost["gpu_memory_bytes"] / MIB for cost in costs.values()],
     }
     # left out where nothing is needed or known
-    shown = {name: map(_rough, column) for name, column in columns.items() if any(column)}
+    shown = {name: map(rough, column) for name, column in columns.items() if any(column)}
     common.print_table("The rest, by what it is needed for", ("", *shown), zip(costs, *shown.values(), strict=True))
     common.say_wrapped("A unit that several rows need counts in each.")
 
@@ -632,12 +630,12 @@ def _costs(states: Sequence[UnitStatus]) -> dict[str, dict[str, float]]:
     }
 
 
-def _rough(amount: float) -> str:
+def rough(amount: float) -> str:
     """Return a number with two digits at least, as estimates of cost have no more.
 
     Example:
-        >>> from isoloss.cli.study import _rough
-        >>> _rough(0.123), _rough(2.6), _rough(1234.5)
+        >>> from isoloss.cli.study import rough
+        >>> rough(0.123), rough(2.6), rough(1234.5)
         ('0.12', '2.6', '1,234')
     """
     return f"{amount:,.0f}" if amount >= 10 or amount == int(amount) else f"{amount:.2g}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import files, interrupts
 from isoloss.cli import common, options
-from isoloss.cli.study import EXECUTOR_PACKAGES, duration, submit_parameters
+from isoloss.cli.study import EXECUTOR_PACKAGES, duration, rough, submit_parameters
 from isoloss.errors import IsolossError, naming_extras, require_package
 from isoloss.lab.evaluation.measures.base import measure_class
 from isoloss.registry import EXECUTORS, MEASURES
@@ -51,10 +51,10 @@ class Args:
     """Texts to measure on, as PATH or NAME=PATH: .txt, .jsonl, a folder, hf:NAME or python:docs, or token ids (.npy);
     default: the language of the checkpoints' runs, or else python:docs."""
     measures: tuple[str, ...] = ()
-    """Names of measures (isoloss ls measures); default: trace, minimal trace, and the rises of the loss with weights of
-    4 bits and under noise. The loss is measured in any case."""
+    """Names of measures (isoloss ls measures); default: trace, minimal trace, the rises of the loss with 4-bit weights
+    and under noise, and effective rank and dimension. The loss is measured in any case."""
     outcomes: tuple[str, ...] = ()
-    """What is to be predicted: measures such as probe-sst2, lm-eval:TASK, or names of what is imported; default: the
+    """What is to be predicted: measures such as probe-sst2, lm-eval-TASK, or names of what is imported; default: the
     rises."""
     cluster: str = ""
     """The label of what is independent, such as seed; default: each training by itself."""
@@ -64,8 +64,11 @@ class Args:
     """The label of what else the conclusion is to hold over, such as optimizers or recipes."""
     loss_margin: float = SuiteConfig.loss_margin
     """How far losses may be apart to count as the same, in nats per predicted token."""
+    import_: tuple[str, ...] = ()
+    """Outcomes that were measured elsewhere, kept in the folder: results of lm-evaluation-harness (samples_*.jsonl,
+    results_*.json, or their folder), tables (.csv, .tsv) with a column checkpoint or the labels, or patterns."""
     predict: tuple[str, ...] = ()
-    """Further columns of the table that are outcomes."""
+    """Columns of the table that are outcomes; default: those of the suite, else what was imported, else the rises."""
     plan: bool = False
     """Say what is to be downloaded and what it takes in hours and memory, and stop."""
     executor: str = "local"
@@ -96,6 +99,7 @@ def arguments_class() -> type:
 def main(arguments: list[str]) -> int:
     """Run the subcommand."""
     args: Any = options.parse(arguments_class(), "suite", arguments, examples=EXAMPLES, common=COMMON)
+    from isoloss.suites.outcomes import read_outcomes
     from isoloss.suites.run import SuiteFolder
 
     if args.member or args.work:
@@ -103,12 +107,17 @@ def main(arguments: list[str]) -> int:
         with contextlib.chdir(folder.directory):
             return _measure(folder, args.member) if args.member else _run(folder, args)
     folder = _folder(args)
+    imported = [Path(each).absolute() for each in args.import_]
     with contextlib.chdir(folder.directory):
         if args.plan:
             return _plan(folder, args)
+        # before anything is measured, as a file that cannot be read is refused
+        outcomes = read_outcomes(imported, folder.members)
         status = _run(folder, args)
         if status == interrupts.status():
             return status
+        if outcomes:
+            folder.keep(outcomes)
         return _finish(folder, args, status, common.command("suite", *arguments))
 
 
@@ -254,7 +263,7 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
             row["checkpoints"],
             row["done"],
             _amount(row["download"]),
-            f"{row['hours']:,.2g}",
+            rough(row["hours"]),
             _amount(row["memory"]),
         )
         for name, row in rows.items()
@@ -262,14 +271,14 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
     columns = ("size", "checkpoints", "done", "download (GB)", hours, "memory (GB)")
     common.print_table(f"{len(states)} checkpoints, to be kept in {folder.path}", columns, cells)
     download = [row["download"] for row in rows.values()]
-    total = "unknown" if None in download else f"{sum(download) / 1e9:,.3g} GB"
+    total = "unknown" if None in download else f"{rough(sum(download) / 1e9)} GB"
     common.say_wrapped(
         f"To download: {total}. Time: {duration(left.with_workers)} with {args.workers} workers, "
-        f"{(left.gpu_seconds or left.core_seconds) / 3600:,.2g} {hours}. "
+        f"{rough((left.gpu_seconds or left.core_seconds) / 3600)} {hours}. "
         f"Sizes are from {' and '.join(sources)}, times and memory from {basis}."
     )
     return 0
 
 
 def _amount(amount: int | None) -> str:
-    return "?" if amount is None else f"{amount / 1e9:,.3g}"
+    return "?" if amount is None else rough(amount / 1e9)

@@ -16,9 +16,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isoloss.comparison.verdict import REASONS, TraceComparison, Verdict, in_digits, verdict
+from isoloss.checkpoints.places import series_of
+from isoloss.comparison.series import Pair, Series, jumps, moves, pairs, summary
+from isoloss.comparison.verdict import (
+    REASONS,
+    Reason,
+    TraceComparison,
+    Verdict,
+    copies_in_words,
+    in_digits,
+    times_in_words,
+    verdict,
+)
 from isoloss.flatness.robustness import ROBUSTNESS
-from isoloss.statistics.estimate import accuracy_bounds, html_table, interval, number, samples_of
+from isoloss.statistics.comparison import times
+from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
 from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, all_within, mcnemar, p_value
 from isoloss.statistics.tables import short_names, text_table
 
@@ -44,6 +56,8 @@ _STATES = {
     "mean": "the mean over tokens",
     "concatenate": "all tokens",
 }
+_ROBUST = {"int4_rise": "More robust at 4 bits?", "noise_10%_rise": "More robust to noise?"}
+_MILLI = 1e-3  # nats, below which values are shown in thousandths
 _BRIEF = ("loss", "trace", "minimal-trace", "int4_rise", "noise_10%_rise")
 
 
@@ -92,7 +106,29 @@ class ModelComparison(TraceComparison):
         titles = TITLES | own | {name: f"accuracy on {task}, %" for name, task in self.tasks.items()}
         if not any(each.details["embeddings"] for each in self.of("trace").values()):
             del titles["without_embeddings"]  # it is the trace
-        return {name: title for name, title in titles.items() if name in self.names}
+        if self._part:
+            # beside the loss of all sequences
+            of = f", {self._part:,} sequences"
+            titles |= {name: title + of for name, title in titles.items() if name.endswith("_loss")}
+        shown = {name: title for name, title in titles.items() if name in self.names}
+        return {name: title + ", millinats" * (self._scale(name) > 1) for name, title in shown.items()}
+
+    @property
+    def _part(self) -> int:
+        """How many sequences the weights are changed on; 0: all, or none."""
+        first = next(iter(self.models.values()))
+        sequences: int = first["int4_rise"].details["sequences"] if "int4_rise" in first else 0
+        return sequences if sequences < first["trace"].details["sequences"] else 0
+
+    def _scale(self, name: str) -> float:
+        """Return what the estimates of this name are multiplied by where they are shown."""
+        values = self.of(name).values()
+        in_nats = all(each.unit.startswith("nats") for each in values)
+        return 1e3 if in_nats and 0 < max(abs(each.value) for each in values) < _MILLI else 1.0
+
+    def shown(self, name: str, estimate: Estimate) -> Estimate:
+        """Return an estimate of this name, or a difference of two, in the unit of its title."""
+        return times(estimate, self._scale(name))
 
     @property
     def tasks(self) -> dict[str, str]:
@@ -103,6 +139,28 @@ class ModelComparison(TraceComparison):
     def short(self) -> dict[str, str]:
         """The models' names as they are printed, without the folders that all have in common."""
         return short_names(list(self.models))
+
+    @functools.cached_property
+    def series(self) -> dict[str, Series]:
+        """The models by series and step, if there are more than two and their names have steps."""
+        found = series_of(self.models)
+        short = short_names(list(found)) if found else {}
+        return {short[key]: series for key, series in found.items()}
+
+    @functools.cached_property
+    def pairs_at_one_loss(self) -> dict[str, list[Pair]]:
+        """For each series but the first, by its name, the pairs with the first series."""
+        if len(self.series) < 2:
+            return {}
+        first, *others = self.series.items()
+        return {other[0]: pairs(self, first, other, self.loss_margin) for other in others}
+
+    def open_reasons(self) -> tuple[Reason, ...]:
+        """Return why there is no verdict on the models or, of several series, on the last pair at one loss."""
+        if not self.series:
+            return self.verdict().reasons
+        last = [found[-1].comparison for found in self.pairs_at_one_loss.values() if found]
+        return tuple(reason for each in last for reason in each.verdict().reasons)
 
     def verdict(
         self, *, loss_margin: float | None = None, min_ratio: float | None = None, more: str = "more inputs"
@@ -124,16 +182,72 @@ class ModelComparison(TraceComparison):
         )
 
     def answers(self) -> list[Answer]:
-        """Return an answer to each question: same loss? flatter? more robust at 4 bits? better at each task?"""
+        """Return an answer to each question: same loss? flatter? more robust? better at each task?"""
         if len(self.models) == 1:
             return []
+        if self.series:
+            return self._of_series()
         answers = [self._same_loss(), self._flatter()]
-        if "int4_rise" in self.names:
-            answers.append(self._more_robust())
+        answers += [self._more_robust(name, question) for name, question in _ROBUST.items() if name in self.names]
         for name, task in self.tasks.items():
-            best = self._best(name, f"Better at {task}?", "", "%", largest=True)
+            best = self._best(name, f"Better at {task}?", largest=True)
             answers.append(dataclasses.replace(best, answer=f"{best.answer}, by a probe of {self._states(name)}"))
         return answers
+
+    def _of_series(self) -> list[Answer]:
+        """Return an answer for each measure of one series; of several, an answer on each pair of them."""
+        (first, series), *others = self.series.items()
+        if not others:
+            answers = []
+            for name, title in self.along.items():
+                answer, detail = moves(self, series, name)
+                question = f"{title[0].upper()}{title[1:]}?"
+                answers.append(Answer(question=question, answer=f"It {answer}", detail=detail, holds=None))
+            return answers
+        answers = []
+        for other, found in self.pairs_at_one_loss.items():
+            question = f"{other} or {first}: which is flatter at one loss?"
+            flattest = found[-1].comparison.verdict().flattest if found else None
+            if flattest is not None:
+                last = found[-1]
+                ratio, ends = last.comparison.ratio("trace", last.second, last.first)
+                answer = f"{flattest}, at {number(last.loss)} nats"
+                detail = f"trace of {last.second} {times_in_words(ratio, ends)} {last.first}'s; {len(found)} pairs"
+            else:
+                reason = REASONS[found[-1].comparison.verdict().reasons[0]] if found else "the losses never overlap"
+                answer, detail = f"No verdict: {reason}", f"{len(found)} pairs" * bool(found)
+            holds = True if flattest is not None else None
+            answers.append(Answer(question=question, answer=answer, detail=detail, holds=holds))
+        return answers
+
+    @property
+    def along(self) -> dict[str, str]:
+        """The titles of the measures that are shown along the steps of a series."""
+        shown = [name for name in ("loss", *self.traces, "int4_loss", *self.tasks) if name in self.paired]
+        return {name: self.titles[name] for name in shown}
+
+    def _series_texts(self, more: str) -> list[str]:
+        texts = []
+        for name, series in self.series.items():
+            if len(series) > 1:
+                steps = list(series)
+                moved = (f"{title} {' ('.join(moves(self, series, each))})" for each, title in self.along.items())
+                texts.append(f"{name}, from step {steps[0]:,} to {steps[-1]:,}: {'; '.join(moved)}.")
+                texts += jumps(self, series, self.short)
+        texts += copies_in_words(self, self.short).values()
+        first = next(iter(self.series))
+        for other, found in self.pairs_at_one_loss.items():
+            if found:
+                texts.append(summary(found, first, other, more))
+                continue
+            losses = [[self.models[model]["loss"] for model in self.series[name].values()] for name in (first, other)]
+            ends = [(min(each, key=lambda e: e.value), max(each, key=lambda e: e.value)) for each in losses]
+            (a, b), (c, d) = [tuple(map(number, two)) for two in ends]
+            texts.append(
+                f"The losses of {first} ({a} to {b} nats) and {other} ({c} to {d} nats) never overlap, so they have no "
+                "pair at one loss."
+            )
+        return texts
 
     def _states(self, task: str) -> str:
         """Return which token states the probe of a task reads, in words."""
@@ -159,29 +273,34 @@ class ModelComparison(TraceComparison):
         parts = []
         for trace in self.traces:
             one, other, *_ = self._ordered(self.ranking(trace))
-            times, (low, high) = self.ratio(trace, one, other)
+            ratio, (low, high) = self.ratio(trace, one, other)
             beside = f"{names[other]}'s" if len(self.models) == 2 else "the next one"
             ends = f"95 % {in_digits(low)} to {in_digits(high)}"
-            parts.append(f"{TITLES[trace]} of {names[one]} {in_digits(times)} times {beside}, {ends}")
+            parts.append(f"{TITLES[trace]} of {names[one]} {in_digits(ratio)} times {beside}, {ends}")
         if found.flattest is not None:
-            return Answer(question="Flatter?", answer=names[found.flattest], detail="; ".join(parts), holds=True)
+            rival = next(model for model in self.ranking("trace") if model != found.flattest)
+            ratio, _ = self.ratio("trace", found.flattest, rival)
+            answer = f"{names[found.flattest]}, {in_digits(ratio)} times the trace of {names[rival]}"
+            return Answer(question="Flatter?", answer=answer, detail="; ".join(parts), holds=True)
         reason = REASONS[found.reasons[0]]
         return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
 
-    def _more_robust(self) -> Answer:
-        question, shares = "More robust at 4 bits?", {name: n / total for name, (n, total) in self._rounded().items()}
+    def _more_robust(self, name: str, question: str) -> Answer:
+        is_rounded = name == "int4_rise"
+        shares = {name: n / total for name, (n, total) in self._rounded().items()} if is_rounded else {"": 1.0}
         least = min(shares, key=shares.__getitem__)
         if shares[least] < _LEAST_ROUNDED:
             share = f"{100 * shares[least]:.0f} %"
             answer = f"No answer: {share} of the weights of {self.short[least]}'s linear maps are rounded"
             return Answer(question=question, answer=answer, detail="", holds=None)
-        best = self._best("int4_rise", question, "'s loss rises least", "nats/token", largest=False)
+        best = self._best(name, question, largest=False)
         if self._same_loss().holds:
             return best
         # a smaller rise is no advantage at a larger loss
-        losses = [f"{self.short[model]} {number(loss)}" for model, loss in self.of("int4_loss").items()]
-        answer = "Not judged: the losses are not shown to be the same"
-        detail = f"with 4-bit weights, the loss is {', '.join(losses)}; it rises by {best.detail}"
+        answer, detail = "Not judged: the losses are not shown to be the same", f"the loss rises by {best.detail}"
+        if is_rounded:
+            losses = [f"{self.short[model]} {number(loss)}" for model, loss in self.of("int4_loss").items()]
+            detail = f"with 4-bit weights, the loss is {', '.join(losses)}; it rises by {best.detail}"
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
 
     def _rounded(self) -> dict[str, tuple[int, int]]:
@@ -189,18 +308,19 @@ class ModelComparison(TraceComparison):
         details = {model: rise.details for model, rise in self.of("int4_rise").items()}
         return {model: (about["rounded_weights"], about["map_weights"]) for model, about in details.items()}
 
-    def _best(self, name: str, question: str, rises: str, unit: str, *, largest: bool) -> Answer:
+    def _best(self, name: str, question: str, *, largest: bool) -> Answer:
         names, ranked = self.short, self.ranking(name)
         best, *others = reversed(ranked) if largest else ranked
         # the one that it is least surely better than, which need not be the next
         other = max(others, key=lambda other: p_value(self.difference(name, best, other)))
         first, second = self._ordered((best, other))
-        difference = self.difference(name, first, second)
+        difference = self.shown(name, self.difference(name, first, second))
         low, high = difference.ci95
-        values = ", ".join(f"{names[model]} {number(self.models[model][name])}" for model in (best, other)) + f" {unit}"
-        unit = "points" if largest else unit
-        minus = f"{names[first]} minus {names[second]} {number(difference)} {unit}"
-        detail = f"{values}; {minus}, 95 % {interval(difference)}"
+        nats = f"{'millinats' if self._scale(name) > 1 else 'nats'}/token"
+        unit, of_difference = ("%", "points") if largest else (nats, nats)
+        values = [f"{names[model]} {number(self.shown(name, self.models[model][name]))}" for model in (best, other)]
+        minus = f"{names[first]} minus {names[second]} {number(difference)} {of_difference}"
+        detail = f"{', '.join(values)} {unit}; {minus}, 95 % {interval(difference)}"
         is_shown = low > 0 or high < 0
         if name in self.tasks:
             # the interval is too narrow where few test examples, or no two of them, differ: this test is exact
@@ -208,7 +328,9 @@ class ModelComparison(TraceComparison):
             detail += f", p {exact.p_value:.2g} by McNemar's test"
             is_shown &= exact.p_value < 0.05
         if is_shown:
-            return Answer(question=question, answer=f"{names[best]}{rises}", detail=detail, holds=True)
+            by = f", by {number(times(difference, 1 if difference.value > 0 else -1))} {of_difference}"
+            answer = f"{names[best]}{'' if largest else ', whose loss rises less'}{by}"
+            return Answer(question=question, answer=answer, detail=detail, holds=True)
         return Answer(question=question, answer="No difference shown", detail=detail, holds=None)
 
     def _correct(self, task: str, model: str) -> NDArray[np.bool_]:
@@ -237,6 +359,8 @@ class ModelComparison(TraceComparison):
         """Return the sentences below the table: units and errors, the verdict, and the other answers."""
         if len(self.models) == 1:
             return [self.caption()]
+        if self.series:
+            return [self.caption(), *self._series_texts(more)]
         # the verdict has the answers to the first two questions in it
         return [self.caption(), str(self.verdict(more=more)), *map(str, self.answers()[2:])]
 
@@ -247,9 +371,9 @@ class ModelComparison(TraceComparison):
         notes = []
         if "int4_rise" in self.names:
             rise, noisy = (next(iter(self.of(name).values())) for name in ("int4_rise", "noise_10%_rise"))
-            if (sequences := rise.details["sequences"]) < trace.details["sequences"]:
+            if self._part:
                 clusters = "" if rise.details["clusters"] == "sequences" else f"{samples_of(rise)} in "
-                text += f" (with changed weights: over {clusters}{sequences:,} of the sequences)"
+                text += f" (with changed weights: over {clusters}{self._part:,} of the sequences)"
             notes.append(
                 f"noise: over {samples_of(noisy)} and {noisy.details['draws']} draws, each added and subtracted"
             )
@@ -280,15 +404,19 @@ class ModelComparison(TraceComparison):
             first, second = self.models
             rows = []
             for name, title in self.titles.items():
-                row = [title, *(number(each) for each in self.of(name).values()), "", ""]
+                row = [title, *(number(self.shown(name, each)) for each in self.of(name).values()), "", ""]
                 if name in self.paired:
-                    difference = self.difference(name, second, first)
+                    difference = self.shown(name, self.difference(name, second, first))
                     row[3:] = number(difference), interval(difference)
                 rows.append(row)
             return ["", *names.values(), "second minus first", "95 % interval"], rows, 1
         shown = {name: title for name, title in self.titles.items() if not brief or name in self._brief}
-        cells = {model: [number(estimates[name]) for name in shown] for model, estimates in self.models.items()}
-        return ["model", *shown.values()], [[names[model], *row] for model, row in cells.items()], 1
+        cells = {
+            model: [number(self.shown(name, estimates[name])) for name in shown]
+            for model, estimates in self.models.items()
+        }
+        ordered = [model for series in self.series.values() for model in series.values()] or list(cells)
+        return ["model", *shown.values()], [[names[model], *cells[model]] for model in ordered], 1
 
     @property
     def _brief(self) -> set[str]:
@@ -299,4 +427,18 @@ class ModelComparison(TraceComparison):
         about = {"inputs": self.inputs, "loss_margin": self.loss_margin, "min_ratio": self.min_ratio}
         answers = {"answers": [dataclasses.asdict(answer) for answer in self.answers()]}
         judged = {"verdict": dataclasses.asdict(self.verdict())} if len(self.models) > 1 else {}
-        return {**about, **super().to_dict(), **judged, **answers}
+        at_one_loss = [
+            {
+                **{"first": pair.first, "second": pair.second, "loss": pair.loss.to_dict()},
+                "log_ratios": {
+                    name: None if ratio is None else ratio.to_dict()
+                    for name in pair.comparison.traces
+                    for ratio in [pair.comparison.log_ratio(name, pair.second, pair.first)]
+                },
+                "verdict": dataclasses.asdict(pair.comparison.verdict()),
+            }
+            for found in self.pairs_at_one_loss.values()
+            for pair in found
+        ]
+        of_series = {"series": self.series, "pairs_at_one_loss": at_one_loss} if self.series else {}
+        return {**about, **super().to_dict(), **judged, **answers, **of_series}

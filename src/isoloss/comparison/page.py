@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
-from isoloss.comparison.models import ModelComparison
-from isoloss.comparison.verdict import in_digits
+from markupsafe import Markup
+
+from isoloss.comparison.models import TITLES, ModelComparison
+from isoloss.comparison.verdict import in_digits, times_in_words
 from isoloss.report.html import Card, IntervalRow, Section, Tone, interval_rows, page, table
 from isoloss.statistics.estimate import interval, number
 
@@ -39,38 +42,118 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
         command: The command line that made the page, which is shown at its end.
         more: What would make the errors smaller.
     """
+    # what happens along one series is neither good nor open
+    tones: dict[bool | None, Tone] = _TONES | ({None: "neutral"} if len(comparison.series) == 1 else {})
+    cards = [
+        Card(label=answer.question, value=answer.answer, detail=answer.detail, tone=tones[answer.holds])
+        for answer in comparison.answers()
+    ]
+    if comparison.series:
+        return _series_page(comparison, cards, command, more)
     names = comparison.short
     first, *others = names.values()
     title = f"Which of {len(names)} models is flatter?"
     if len(others) < 2:
         title = f"Which is flatter: {first} or {others[0]}?" if others else f"How flat is {first}?"
-    cards = [
-        Card(label=answer.question, value=answer.answer, detail=answer.detail, tone=_TONES[answer.holds])
-        for answer in comparison.answers()
-    ]
     header, rows, left = comparison.table()
     minus = f"{others[0]} minus {first}" if len(others) == 1 else f"minus {first}"
-    differences = (
-        interval_rows(list(_rows(comparison)), effect=f"{minus} (nats per token; traces: ratio)") if others else ""
-    )
     caption, *texts = comparison.texts(more)
+    # of two models the values stand beside their difference
+    values = [first, *others] if len(others) == 1 else []
+    effect = f"{minus} (nats per token; traces: ratio)"
+    differences = interval_rows(list(_rows(comparison)), effect=effect, values=values) if others else ""
+    numbers = table(header, rows, left=left, caption=caption)
+    if values:
+        numbers, differences = differences + Markup('<p class="note">{}</p>').format(caption), ""
     verdict = texts[0] if texts else ""  # the cards have the other answers
     made = [comparison.inputs, command]
     sections = [
         Section(title="Verdict", body=verdict),
         Section(title="Differences", body=differences),
-        Section(title="Numbers", body=table(header, rows, left=left, caption=caption)),
+        Section(title="Numbers", body=numbers),
         Section(title="How to read this", body=_READING, folded=True),
         Section(title="How it was measured", body="\n".join(filter(None, made)), folded=True),
     ]
     return page(title=title, lede=_LEDE, cards=cards, sections=[each for each in sections if each.body])
 
 
+def _series_page(comparison: ModelComparison, cards: list[Card], command: str, more: str) -> str:
+    """Return the page of series: a chart for each measure over the steps, and of several series at one loss."""
+    # with polars and the scripts of charts, which the page of two does without
+    import polars as pl
+
+    from isoloss.report import data
+    from isoloss.report.charts import BARS, curves, scatter
+    from isoloss.report.intervals import Interval, IntervalPanel, intervals
+    from isoloss.report.study_page import Figure, render
+
+    first, *others = comparison.series
+    title = f"What happens along the steps of {first}?"
+    if others:
+        title = f"At one loss, which is flatter: {' or '.join(comparison.series)}?"
+    columns = [data.column_of(name, "nats per token") for name in comparison.along]
+    shown = [dataclasses.replace(c, title=TITLES.get(c.name, c.title).capitalize()) for c in columns]
+    rows = []
+    for name, series in comparison.series.items():
+        for step, model in series.items():
+            parameters = comparison.models[model]["trace"].details["num_parameters"]
+            row = {"run": name, "group": name, "size": f"{parameters:,}", "parameters": parameters, "step": step}
+            for column in shown:
+                estimate = comparison.models[model][column.name]
+                row |= {column.name: estimate.value, column.stderr_column: estimate.stderr}
+                row[column.freedom_column] = estimate.freedom
+            rows.append(row)
+    frame = pl.DataFrame(rows)
+    charts = {("steps", "Along the steps", "Each measure of each checkpoint."): curves(frame, shown)}
+    panels = []
+    for column in (column for column in shown if column.name in comparison.traces):
+        drawn = []
+        for other, found in comparison.pairs_at_one_loss.items():
+            for pair in found:
+                ratio, (low, high) = pair.comparison.ratio(column.name, pair.second, pair.first)
+                text = f"{pair.second}: {times_in_words(ratio, (low, high))} {pair.first}'s"
+                at = f"{number(pair.loss).partition(' ')[0]} nats"
+                drawn.append(Interval(row=at, series=other, value=ratio, low=low, high=high, text=text))
+        title_of = f"{column.title}, ratio to {first}"
+        panels.append(IntervalPanel(title=title_of, intervals=drawn, reference=1.0, log=True))
+    if panels and panels[0].intervals:
+        at_one = (
+            "A row for each loss that two series have in common; a series without a checkpoint of it is interpolated."
+        )
+        losses = list(dict.fromkeys(each.row for each in panels[0].intervals))
+        charts["pairs", "At one loss", at_one] = intervals(panels, losses, note=BARS)
+    if others:
+        axes = [(shown[0], column) for column in shown if column.name in comparison.traces]
+        charts["loss", "Against the loss", "Each line joins the checkpoints of a series."] = scatter(frame, axes)
+    caption, *texts = comparison.texts(more)
+    return render(
+        title=title,
+        lede=_LEDE,
+        cards=cards,
+        figures=[
+            Figure(name=name, title=heading, chart=chart, caption=about, formats=())
+            for (name, heading, about), chart in charts.items()
+        ],
+        sections=[
+            Section(title="What happens", body="\n".join([*texts, caption])),
+            Section(title="How to read this", body=_READING, folded=True),
+        ],
+        table=frame,
+        shown=shown,
+        command=command,
+        settings={"inputs": comparison.inputs},
+    )
+
+
 def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
-    """Yield a row for each measure and each model but the first."""
+    """Yield a row for each measure and each model but the first; of two, with the values of both."""
     first, *others = comparison.models
     names = comparison.short
     for name, title in comparison.titles.items():
+        estimates = comparison.of(name).values() if len(others) == 1 else ()
+        values = tuple(number(comparison.shown(name, each)) for each in estimates)
+        if name not in comparison.paired and values:
+            yield IntervalRow(label=title, effect="", values=values)
         for other in others if name in comparison.paired else ():
             label = title if len(others) == 1 else names[other]
             group = "" if len(others) == 1 else title
@@ -87,9 +170,10 @@ def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
                     log=True,
                     scale="traces",
                     group=group,
+                    values=values,
                 )
             else:
-                difference = comparison.difference(name, other, first)
+                difference = comparison.shown(name, comparison.difference(name, other, first))
                 low, high = difference.ci95
                 yield IntervalRow(
                     label=label,
@@ -101,4 +185,5 @@ def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
                     scale=name,
                     claimed=(-comparison.loss_margin, comparison.loss_margin) if name == "loss" else None,
                     group=group,
+                    values=values,
                 )

@@ -20,6 +20,7 @@ from torch import nn
 
 from isoloss import files
 from isoloss.checkpoints.loading import load_model
+from isoloss.comparison.kept import Kept
 from isoloss.comparison.verdict import TraceComparison, warn_unlike
 from isoloss.errors import IsolossError, naming, require
 from isoloss.flatness._batches import CheckedBatch, as_tensors
@@ -115,6 +116,7 @@ def compare_traces(
     minimal: bool | None = None,
     granularity: Granularity = "tensor",
     extra_estimates: Callable[[nn.Module], Mapping[str, Estimate]] | None = None,
+    kept: Kept | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> TraceComparison:
     """Compare the flatness of models, each measured on the same inputs with the same random probes.
@@ -149,6 +151,8 @@ def compare_traces(
             these. None: where the rescalings of all models are known, and the result's `no_minimal` says why not.
         granularity: Of the rescalings, as for `fisher_trace`.
         extra_estimates: Called with each model, while it is loaded, for more estimates of it.
+        kept: Where the estimates of each model are kept once it is done, and read where it was before (the `output` of
+            `isoloss.compare`).
         progress: Called with a model's name and the number of its sequences done.
 
     Raises:
@@ -208,7 +212,10 @@ def compare_traces(
         left_out = () if shared.has_minimal else _MINIMAL
         models = {model: {n: e for n, e in each.items() if n not in left_out} for model, each in done.items()}
         return TraceComparison(
-            models=models, weights=weights, architectures=architectures, no_minimal=shared.no_minimal
+            models=models,
+            weights={model: weights[model] for model in done},
+            architectures={model: architectures[model] for model in done},
+            no_minimal=shared.no_minimal,
         )
 
     for name, given in loaders.items():
@@ -216,10 +223,25 @@ def compare_traces(
             # parameters that are loaded in a caller's inference mode would have no gradients
             with torch.inference_mode(False):
                 model = given if isinstance(given, nn.Module) else given()
-            estimates = shared.measure(name, model, None if progress is None else functools.partial(progress, name))
-            if extra_estimates is not None:
-                with naming(name):
-                    estimates |= extra_estimates(model)
+            weights[name] = files.tensors_sha256(model.named_parameters())
+            architectures[name] = _architecture(model)
+            # the first model decides what all of them have in common
+            identity = {
+                "weights": weights[name],
+                "architecture": architectures[name],
+                "first": next(iter(weights.values())),
+            }
+            known = None if kept is None else kept.read(name, identity)
+            if known is not None:
+                estimates, no_minimal = known
+                shared.restore(name, model, estimates["trace"], no_minimal)
+            else:
+                estimates = shared.measure(name, model, None if progress is None else functools.partial(progress, name))
+                if extra_estimates is not None:
+                    with naming(name):
+                        estimates |= extra_estimates(model)
+                if kept is not None:
+                    kept.write(name, identity, estimates, shared.no_minimal)
         except KeyboardInterrupt as stop:
             partial = stop.partial if isinstance(stop, InterruptedEstimate) else None
             if not done and not isinstance(stop, InterruptedEstimate):
@@ -230,8 +252,7 @@ def compare_traces(
             if not done:
                 raise
             raise ComparisonError(str(error), complete=so_far(), name=name) from error
-        done[name], architectures[name] = estimates, _architecture(model)
-        weights[name] = files.tensors_sha256(model.named_parameters())
+        done[name] = estimates
         del model  # so that two models are never held
     if not one_estimator:
         warn_unlike({name: estimates["trace"] for name, estimates in done.items()})
@@ -268,9 +289,7 @@ class _Shared:
 
     def measure(self, name: str, model: nn.Module, progress: Callable[[int], None] | None) -> dict[str, Estimate]:
         """Return the estimates of a model by their names."""
-        outline = Outline.of(name, model, self.causal)
-        self.first = self.first or outline
-        self.first.check(outline)
+        outline = self._enter(name, model)
         # 1. the minimal trace says by which blocks of parameters the squared norms are kept
         minimizing: MinimalTraceEstimator | None = None
         if self.has_minimal:
@@ -286,8 +305,6 @@ class _Shared:
                 parameter_blocks=None if minimizing is None else minimizing.parameter_blocks,
             )
             source.controls, source.separate = self.controls, not self.one_estimator
-        if self.auxiliary_sample is not None and self.sample is None:
-            self.sample = AuxiliarySample.read(model, self.auxiliary_sample)
         # 2. one pass over the inputs
         measurement = Measurement(source, auxiliary_sample=self.sample)
         with naming(name):
@@ -303,17 +320,36 @@ class _Shared:
                 least = _above_zero(minimizing.checked(least, next(iter(self.batches))))
                 rest = _without_embeddings(least, minimizing.without_embeddings)
                 estimates |= {"minimal-trace": least, "minimal_without_embeddings": rest}
+        if not self.traces and self.one_estimator:
+            self.controls = torch.cat(source.own_controls)
+        self._leave(name, trace)
+        return estimates
+
+    def restore(self, name: str, model: nn.Module, trace: Estimate, no_minimal: str) -> None:
+        """Go on as if the model had been measured now, with this trace, and `no_minimal` after it."""
+        self._enter(name, model)
+        _check_paired(trace, self.traces)
+        self.no_minimal = no_minimal
+        self._leave(name, trace)
+
+    def _enter(self, name: str, model: nn.Module) -> Outline:
+        outline = Outline.of(name, model, self.causal)
+        self.first = self.first or outline
+        self.first.check(outline)
+        if self.auxiliary_sample is not None and self.sample is None:
+            self.sample = AuxiliarySample.read(model, self.auxiliary_sample)
+        return outline
+
+    def _leave(self, name: str, trace: Estimate) -> None:
         if not self.traces:
             if self.sample is not None:
                 # the others use as many of its controls: what these take from one model's noise they take from all,
                 # and it cancels
-                self.sample = dataclasses.replace(self.sample, number=sum(result.auxiliary_controls))
+                number = int(trace.details["auxiliary_bigrams"]) + trace.details["auxiliary_directions"]
+                self.sample = dataclasses.replace(self.sample, number=number)
             if self.stopping.rtol is not None or self.stopping.seconds is not None:
                 self.stopping = StopCriteria(num_sequences=trace.details["sequences"])
-            if self.one_estimator:
-                self.controls = torch.cat(source.own_controls)
         self.traces[name] = trace
-        return estimates
 
     @contextlib.contextmanager
     def _optional(self) -> Iterator[None]:

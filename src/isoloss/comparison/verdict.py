@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from isoloss.checkpoints.places import series_of
 from isoloss.errors import IsolossError, warn
 from isoloss.statistics.checking import at_least
 from isoloss.statistics.comparison import (
@@ -95,12 +96,14 @@ class TraceComparison(Tabular):
         weights: The SHA-256 of each model's parameters, which identifies copies.
         architectures: The SHA-256 of each model's layers, their shapes and its activations.
         no_minimal: Why the minimal traces were not measured, though they were asked for.
+        interpolated: The models that are no checkpoints but lie between two, so that they are copies of none.
     """
 
     models: Mapping[str, Mapping[str, Estimate]]
     weights: Mapping[str, str]
     architectures: Mapping[str, str]
     no_minimal: str = ""
+    interpolated: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -303,32 +306,11 @@ def verdict(
     """
     at_least("min_ratio", min_ratio, 1)
     names = names or {model: model for model in comparison.models}
-    weights, architectures = comparison.weights, comparison.architectures
-    originals: dict[str, str] = {}  # the first model that is the same as a model, or itself
-    copies: dict[Reason, list[str]] = {"weights": [], "function": []}
-
-    def are_one(one: str, other: str) -> bool:
-        # another config makes another function of the same weights, however near the losses of small weights are
-        is_other_function = weights[one] == weights[other] and architectures[one] != architectures[other]
-        return not is_other_function and _is_rounding(comparison.difference("loss", one, other))
-
-    for name in weights:
-        other = next((one for one in originals.values() if are_one(one, name)), name)
-        originals[name] = other
-        if other != name:
-            reason: Reason = "weights" if weights[other] == weights[name] else "function"
-            copies[reason].append(f"{names[other]} and {names[name]}")
-    same = []
-    if copies["weights"]:
-        same.append(f"{_listed(copies['weights'])} have identical weights.")
-    if copies["function"]:
-        same.append(
-            f"{_listed(copies['function'])} have the same loss on every input: one function, different weights."
-        )
+    originals, copies = same_models(comparison), copies_in_words(comparison, names)
+    same = list(copies.values())
     number = len(set(originals.values()))
     if number == 1:
-        reasons = tuple(reason for reason, pairs in copies.items() if pairs)
-        return Verdict(flattest=None, reasons=reasons, text=" ".join([*same, "There is nothing to compare."]))
+        return Verdict(flattest=None, reasons=tuple(copies), text=" ".join([*same, "There is nothing to compare."]))
 
     best = {trace: originals[comparison.ranking(trace)[0]] for trace in comparison.traces}
     # copies share a place, so that their probabilities add up
@@ -343,7 +325,7 @@ def verdict(
     against = dict(_reasons(comparison, originals, best, chances, names, loss_margin, min_ratio, more))
     if against:
         text = ["No verdict on which is the flattest.", *against.values()]
-        steps = _next(against, more, with_tasks)
+        steps = _next(against, more, with_tasks, is_series=bool(series_of(comparison.models)))
         text += [f"Next: {', or '.join(steps)}."] if steps else []
         return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
     ratios = [
@@ -355,6 +337,36 @@ def verdict(
         f"within ± {loss_margin:g} nats."
     )
     return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
+
+
+def same_models(comparison: TraceComparison) -> dict[str, str]:
+    """Return for each model the first one that is the same function, or itself."""
+    weights, architectures = comparison.weights, comparison.architectures
+    originals: dict[str, str] = {}
+
+    def are_one(one: str, other: str) -> bool:
+        # another config makes another function of the same weights, however near the losses of small weights are
+        is_other_function = weights[one] == weights[other] and architectures[one] != architectures[other]
+        is_made = not {one, other}.isdisjoint(comparison.interpolated)
+        return not is_made and not is_other_function and _is_rounding(comparison.difference("loss", one, other))
+
+    for name in weights:
+        originals[name] = next((one for one in dict.fromkeys(originals.values()) if are_one(one, name)), name)
+    return originals
+
+
+def copies_in_words(comparison: TraceComparison, names: Mapping[str, str]) -> dict[Reason, str]:
+    """Return a sentence on the models that have the weights of another one, and one on those of its function."""
+    copies: dict[Reason, list[str]] = {"weights": [], "function": []}
+    for name, other in same_models(comparison).items():
+        if other != name:
+            is_copy = comparison.weights[other] == comparison.weights[name]
+            copies["weights" if is_copy else "function"].append(f"{names[other]} and {names[name]}")
+    words = {
+        "weights": "have identical weights.",
+        "function": "have the same loss on every input: one function, different weights.",
+    }
+    return {reason: f"{_listed(found)} {words[reason]}" for reason, found in copies.items() if found}
 
 
 def _reasons(
@@ -381,9 +393,11 @@ def _reasons(
             "activation or heads.",
         )
         return
+    rivals = _rivals(comparison, originals, best)
     smallest = [
-        f"the smallest {trace.replace('-', ' ')} (probability {probability(chance)})"
-        for trace, chance in chances.items()
+        f"the smallest {trace.replace('-', ' ')}, {times_in_words(ratio, interval)} {names[other]}'s (probability "
+        f"{probability(chances[trace])})"
+        for trace, (other, ratio, interval) in rivals.items()
     ]
     if len(set(best.values())) == 1:
         said = f"{names[best['trace']]} has {_listed(smallest)}"
@@ -400,14 +414,15 @@ def _reasons(
     elif len({_conventions(least) for least in minima.values()}) > 1:
         yield "gauges", f"{said}, but their minimal traces are fixed by different conventions (gauges)."
     elif near := [
-        f"the {trace.replace('-', ' ')} of {names[best[trace]]} is {times_in_words(ratio, interval)} {names[other]}'s"
-        for trace, (other, ratio, interval) in _rivals(comparison, originals, best).items()
+        trace.replace("-", " ") + "s"
+        for trace, (_, ratio, interval) in rivals.items()
         # sure to be smaller, or sure to be no smaller than that
         if ratio * min_ratio > 1 and (chances[trace] >= _SURE or interval[0] * min_ratio > 1)
     ]:
         yield (
             "near",
-            f"{said}, but {_listed(near)}: apart by less than a factor of {min_ratio:g}, the smallest that counts.",
+            f"{said}, but the {_listed(near)} are apart by less than a factor of {min_ratio:g}, the smallest that "
+            "counts.",
         )
     elif min(chances.values()) < _SURE:
         yield "open", f"{said}: it takes {more} to tell."
@@ -514,11 +529,11 @@ def warn_unlike(traces: Mapping[str, Estimate]) -> None:
         )
 
 
-def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool) -> list[str]:
+def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool, *, is_series: bool) -> list[str]:
     steps = []
     if "parameters" in reasons:
         steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")
-    if "loss" in reasons:
+    if "loss" in reasons and not is_series:
         steps.append(
             "compare checkpoints whose losses are nearer (isoloss compare takes all in a folder of checkpoints)"
         )

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from isoloss.flatness._rescaling.apply import check_rescaling, rescaled, rescaled_at_random
     from isoloss.flatness._rescaling.symmetries import Rescalings, Signals, rescalings_of
     from isoloss.flatness.barrier import interpolation_barrier
-    from isoloss.flatness.directional import directional_sharpness
+    from isoloss.flatness.directional import critical_sharpness, directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.formats import Rounding
+    from isoloss.flatness.gradient_noise import gradient_agreement, gradient_noise_scale
     from isoloss.flatness.gradients import diagonal_fisher, per_sequence_grad_norms
     from isoloss.flatness.hessian import hessian_trace
     from isoloss.flatness.norms import (
@@ -37,12 +38,15 @@ __all__ = [
     "Signals",
     "SpectralDensity",
     "check_rescaling",
+    "critical_sharpness",
     "diagonal_fisher",
     "directional_sharpness",
     "empirical_fisher_trace",
     "evaluating",
     "fisher_rao_norm",
     "fisher_trace",
+    "gradient_agreement",
+    "gradient_noise_scale",
     "hessian_trace",
     "interpolation_barrier",
     "largest_eigenvalues",
@@ -64,9 +68,10 @@ _MODULES = {
     "_measurement": ("InterruptedEstimate", "MeasureOptions"),
     "_rescaling.apply": ("check_rescaling", "rescaled", "rescaled_at_random"),
     "_rescaling.symmetries": ("Rescalings", "Signals", "rescalings_of"),
-    "directional": ("directional_sharpness",),
+    "directional": ("critical_sharpness", "directional_sharpness"),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "formats": ("Rounding",),
+    "gradient_noise": ("gradient_agreement", "gradient_noise_scale"),
     "gradients": ("diagonal_fisher", "per_sequence_grad_norms"),
     "hessian": ("hessian_trace",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),

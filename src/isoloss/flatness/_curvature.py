@@ -27,6 +27,7 @@ from isoloss.text.clusters import SequenceClusters
 
 # what torch says where a function has a first derivative only
 _ONCE_ONLY = ("is not implemented", "differentiate twice")
+_PART = 1 << 20  # numbers that are in float64 at a time
 
 
 class MeanLoss:
@@ -130,13 +131,19 @@ class MeanLoss:
             return sum(float(_total_loss(self.model, batch)) for batch in self._batches) / self.num_positions
 
     def gradient(self) -> torch.Tensor:
+        return self._mean(lambda batch: self._gradients(_total_loss(self.model, batch)), "the gradient of the loss")
 
-        def of_batch(batch: Batch) -> Sequence[torch.Tensor]:
-            return torch.autograd.grad(
-                _total_loss(self.model, batch), self._leaves, allow_unused=True, materialize_grads=True
-            )
+    def gradients_by_cluster(self) -> Iterator[torch.Tensor]:
+        """Yield (P,): the gradient of the loss summed over each cluster, in the order of `positions`."""
 
-        return self._mean(of_batch, "the gradient of the loss")
+        def of_batch(batch: Batch) -> Sequence[torch.Tensor]:  # without checks, which take half of a small model's time
+            logits = plain_logits(self.model, batch, graph=True)
+            return self._gradients(_losses(logits, batch).sum(dtype=torch.float64))
+
+        for number in range(int(self.clusters.max()) + 1):
+            rows = ((clusters == number).nonzero()[:, 0] for clusters in self._clusters)
+            parts = [batch.checked.rows(own) for batch, own in zip(self.batches, rows, strict=True) if len(own)]
+            yield self._sum([part for part in parts if part.predicts], of_batch, "the gradient of the loss")
 
     def hessian_product(self, vector: torch.Tensor) -> torch.Tensor:
         """Return (P,): the Hessian times a vector (P,)."""
@@ -205,15 +212,29 @@ class MeanLoss:
     def _leaves(self) -> list[nn.Parameter]:
         return list(self.parameters.values())
 
+    def _gradients(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
+
     def _mean(self, of_batch: Callable[[Batch], Sequence[torch.Tensor]], what: str) -> torch.Tensor:
+        return self._sum(self._batches, of_batch, what) / self.num_positions
+
+    def _sum(
+        self, batches: Iterable[Batch], of_batch: Callable[[Batch], Sequence[torch.Tensor]], what: str
+    ) -> torch.Tensor:
         with eager_with_grad(self.model), requiring_gradients(self.parameters):
             # at least float32: a sum over many batches in half precision would lose the last ones
             total = torch.zeros(self.num_parameters, dtype=self.dtype, device=device_of(self.model))
-            for batch in self._batches:
+            for batch in batches:
                 total += torch.cat([part.reshape(-1).to(self.dtype) for part in of_batch(batch)])
         if not bool(total.isfinite().all()):
             raise IsolossError(f"{what} is not finite; use a wider dtype")
-        return total / self.num_positions
+        return total
+
+
+def inner(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the inner product of two vectors (P,), summed in float64."""
+    parts = zip(torch.split(first, _PART), torch.split(second, _PART), strict=True)
+    return sum(float(a.double() @ b.double()) for a, b in parts)
 
 
 def predicted_logits(model: nn.Module, batch: Batch) -> torch.Tensor:

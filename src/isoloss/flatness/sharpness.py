@@ -132,7 +132,7 @@ def _rise(loss: MeanLoss, rho: float, num_steps: int, *, adaptive: bool) -> floa
                 raise IsolossError("the gradient of a batch's loss is zero: it has no direction of ascent")
             offset += gradient * ((rho if step == 0 else rho / 2) / norm)
             offset *= min(1.0, rho / float(offset.norm()))
-            _move(loss.parameters, originals, loss.split(units * offset))
+            move_weights(loss.parameters, originals, loss.split(units * offset))
             losses.append(loss.value())
     return max(losses) - before
 
@@ -213,7 +213,7 @@ def noise_sharpness(
             noise = gaussian_noise(loss.parameters, originals, relative_std, seed, probe)
             both = []
             for sign in (1, -1):
-                _move(loss.parameters, originals, [sign * part for part in noise])
+                move_weights(loss.parameters, originals, [sign * part for part in noise])
                 both.append(loss.by_cluster())
             rises.append((both[0] + both[1]) / 2 - before)
             ended = watch.limit_reached(rises, lambda: estimate(""))
@@ -237,7 +237,10 @@ def weights_restored(parameters: Iterable[nn.Parameter]) -> Iterator[list[torch.
                 parameter.copy_(original)
 
 
-def _move(parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor], offsets: list[torch.Tensor]) -> None:
+def move_weights(
+    parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor], offsets: list[torch.Tensor]
+) -> None:
+    """Set the parameters to the originals plus offsets; refuse a move that rounding loses."""
     wanted = lost = 0.0
     with torch.no_grad():
         for parameter, original, offset in zip(parameters.values(), originals, offsets, strict=True):

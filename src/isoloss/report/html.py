@@ -89,6 +89,7 @@ class IntervalRow:
     verdict: str = ""  # a word or two beside the sign
     tone: Tone = "neutral"  # the sign and color of the verdict
     group: str = ""  # a heading above this row and those after it that have the same
+    values: Sequence[str] = ()  # as text: the values that are compared, a column each
 
 
 def page(
@@ -120,11 +121,16 @@ def page(
 
 
 def interval_rows(
-    rows: Sequence[IntervalRow], *, effect: str = "difference", interval: str = "95 % interval"
+    rows: Sequence[IntervalRow],
+    *,
+    effect: str = "difference",
+    interval: str = "95 % interval",
+    values: Sequence[str] = (),
 ) -> Markup:
     """Return a table with a row for each comparison and a plot of its interval, as inline SVG.
 
-    `effect` and `interval` are the headings of these columns, with the unit where all rows share it, and the level.
+    `effect` and `interval` are the headings of these columns, with the unit where all rows share it, and the level;
+    `values` those of the values that are compared.
     """
     shared: dict[str, list[IntervalRow]] = {}
     for row in rows:
@@ -134,7 +140,8 @@ def interval_rows(
     groups = [(name, list(members)) for name, members in itertools.groupby(drawn, lambda each: each[0].group)]
     judged = any(row.verdict for row in rows)
     template = environment().get_template("interval_rows.html.j2")
-    rendered = template.render(groups=groups, judged=judged, effect=effect, interval=interval, signs=SIGNS)
+    headings = {"effect": effect, "interval": interval, "values": values}
+    rendered = template.render(groups=groups, judged=judged, **headings, signs=SIGNS)
     return Markup(rendered)  # noqa: S704 - the template escapes
 
 

@@ -17,6 +17,7 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
 
 _DRAWS = 200_000  # for the probability of being the smallest, which is then within 0.003
+_PART = 10_000  # of them at a time: all would take 10 MB an estimate. A multiple of 16, by which torch draws normals
 _TIE = 1e-9  # of a value: differences below it are rounding
 _ROUNDING = 1e-9  # of a squared error
 
@@ -81,6 +82,38 @@ def times(estimate: Estimate, factor: float) -> Estimate:
         value=factor * estimate.value,
         stderr=abs(factor) * estimate.stderr,
         influence=None if estimate.influence is None else factor * estimate.influence,
+    )
+
+
+def linear_combination(terms: Sequence[tuple[float, Estimate]], *, method: str) -> Estimate:
+    """Return the sum of factors times estimates on the same samples, with the error of the sum within each sample.
+
+    The combination is of the first estimate's unit and details. An estimate whose influences are fewer has none of what
+    stands behind the samples of the others.
+
+    Raises:
+        IsolossError: An estimate has no influence, or they are not of the same samples.
+
+    Example:
+        >>> from isoloss.statistics.comparison import linear_combination
+        >>> from isoloss.statistics.ratio import ratio_estimate
+        >>> a, b = (ratio_estimate(x, unit="nats", method="loss") for x in ([1.5, 2.5, 4.0], [1.0, 2.0, 3.0]))
+        >>> print(linear_combination([(0.5, a), (0.5, b)], method="mean of two"))
+        2.33 ± 0.65 nats
+    """
+    first, n = terms[0][1], terms[0][1].samples
+    influence = np.zeros(max(0 if e.influence is None else len(e.influence) for _, e in terms))
+    for factor, estimate in terms:
+        if estimate.influence is None or estimate.samples != n:
+            raise IsolossError(f"{estimate.method}: it is not known what each of the {n} samples adds to it")
+        influence[: len(estimate.influence)] += factor * estimate.influence
+    rest = sum(factor**2 * _unexplained(estimate) for factor, estimate in terms)
+    return dataclasses.replace(
+        first,
+        value=math.fsum(factor * estimate.value for factor, estimate in terms),
+        stderr=math.sqrt(float(np.square(influence).sum()) / (n * (n - 1)) + rest),
+        method=method,
+        influence=influence,
     )
 
 
@@ -183,15 +216,25 @@ def probabilities_of_smallest(estimates: Sequence[Estimate]) -> list[float]:
     # from the influences by QR: the covariance has no Cholesky factor where two models are copies
     root = torch.linalg.qr(rows, mode="r").R  # R^T R is the covariance
     generator = seeds.generator(0, "flattest")
-    normals = torch.randn(_DRAWS, len(root), generator=generator, dtype=torch.float64)
+
+    def normals() -> torch.Tensor:
+        return torch.randn(_PART, len(root), generator=generator, dtype=torch.float64)
+
+    begun = generator.get_state()
+    for _ in range(_DRAWS // _PART):  # they come first in the stream, and are drawn again below
+        normals()
     # one draw for all estimates, which share their samples: a difference of two then has the Student's t of its
     # interval. `torch.distributions.Chi2` takes no generator
     chi_squared = 2 * torch._standard_gamma(torch.full((_DRAWS, 1), freedom / 2, dtype=torch.float64), generator)
-    drawn = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64)
-    drawn = drawn + normals @ root * (freedom / chi_squared).sqrt()
-    least = drawn.min(dim=1, keepdim=True).values
-    smallest = (drawn <= least + _TIE * least.abs()).double()  # equal ones count in parts
-    chances: list[float] = (smallest / smallest.sum(dim=1, keepdim=True)).mean(dim=0).tolist()
+    generator.set_state(begun)
+    values = torch.tensor([estimate.value for estimate in estimates], dtype=torch.float64)
+    counts = torch.zeros_like(values)
+    for scale in torch.split((freedom / chi_squared).sqrt(), _PART):
+        drawn = values + normals() @ root * scale
+        least = drawn.min(dim=1, keepdim=True).values
+        smallest = (drawn <= least + _TIE * least.abs()).double()  # equal ones count in parts
+        counts += (smallest / smallest.sum(dim=1, keepdim=True)).sum(dim=0)
+    chances: list[float] = (counts / _DRAWS).tolist()
     return chances
 
 

@@ -99,14 +99,20 @@ def ratio_estimate(numerators: Values, denominators: Values | None = None, *, un
     a = torch.as_tensor(numerators, dtype=torch.float64)
     b = torch.ones_like(a) if denominators is None else torch.as_tensor(denominators, dtype=torch.float64)
     value, psi = influence(a, b)
+    found = from_influence(value, psi, b, unit=unit, method=method)
+    return found if denominators is not None else replace(found, effective_samples=None)
+
+
+def from_influence(value: float, psi: torch.Tensor, sizes: torch.Tensor, *, unit: str, method: str) -> Estimate:
+    """Return the estimate with these influences (n,) of clusters of these sizes (n,), such as predicted tokens."""
     return Estimate(
         value=value,
         stderr=_stderr(psi),
-        samples=len(a),
+        samples=len(psi),
         unit=unit,
-        num_predictions=int(b.sum()),
+        num_predictions=int(sizes.sum()),
         method=method,
-        effective_samples=None if denominators is None else effective_samples(b),
+        effective_samples=effective_samples(sizes),
         influence=psi.cpu().numpy(),
     )
 

@@ -25,7 +25,7 @@ from isoloss.registry import MEASURES
 from isoloss.statistics.significance import LOSS_MARGIN
 from isoloss.text import hub_datasets
 
-MEASURED = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise")
+MEASURED = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise", "features")
 RISES = ("int4-rise", "noise-rise")  # the outcomes of a suite that names none
 COLUMNS = (
     *("checkpoint", "text", "measure", "value", "stderr", "low", "high", "unit", "samples", "problem", "sha256"),
@@ -66,7 +66,7 @@ class SuiteConfig:
         >>> from isoloss.suites.config import SuiteConfig
         >>> config = from_dict(SuiteConfig, {"checkpoints": ["lab/tiny-seed{seed}@step{step}"], "cluster": "seed"})
         >>> config.measured
-        ('loss', 'trace', 'minimal-trace', 'int4-rise', 'noise-rise')
+        ('loss', 'trace', 'minimal-trace', 'int4-rise', 'noise-rise', 'features')
     """
 
     checkpoints: tuple[str, ...]

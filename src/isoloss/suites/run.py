@@ -4,6 +4,7 @@ suite.json                     the suite, its checkpoints and the content of its
 checkpoints/NAME/*.json        a cell each: an `Evaluation`, or the problem that left it empty
 checkpoints/NAME/*.safetensors what each example adds to it, for the errors of differences
 checkpoints/NAME/problem.json  why the checkpoint could not be loaded; it is tried again
+outcomes.json                  outcomes that were measured elsewhere
 units/                         leases and logs, as of a study
 suite.parquet, index.html      the table and the page, made of the other files
 """
@@ -14,7 +15,7 @@ import contextlib
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,16 @@ from isoloss import files
 from isoloss.errors import IsolossError, warn
 from isoloss.lab.evaluation.measures.base import make_measure, settings_of
 from isoloss.runs import Evaluation
+from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.tables import label
 from isoloss.studies.plan import Expected, Resources, Unit
 from isoloss.studies.run.local import visible_gpus
-from isoloss.suites.config import Member, SuiteConfig
+from isoloss.suites.config import Member, SuiteConfig, is_measure
 from isoloss.suites.table import RECORD, SuiteTable, empty, number
 
 if TYPE_CHECKING:
     from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
+    from isoloss.suites.outcomes import Outcome
 
 WAITING = "not measured yet"
 
@@ -142,10 +145,38 @@ class SuiteFolder:
                     continue
                 evaluation = Evaluation.from_dict(cell["evaluation"])
                 for name, estimate in evaluation.estimates.items():
-                    # the parts of a language's loss, and the metrics of a task, have names of their own
-                    has_own = measure == "loss" or measure.startswith("lm-eval-")
+                    # the parts of a language's loss, ranks, and the metrics of a task have names of their own
+                    has_own = measure in ("loss", "features") or measure.startswith("lm-eval-")
                     title = name if has_own else label(measure, name, tuple(evaluation.estimates))
                     yield member, number(text, title, estimate, evaluation.weights)
+        imported = self.imported()
+        for name in dict.fromkeys(name for _, name in imported):
+            for member in self.members:
+                found = imported.get((member.name, name))
+                row = (
+                    empty("", name, "no such outcome of it was imported") if found is None else number("", name, found)
+                )
+                yield member, row
+        for name in self.config.outcomes:
+            if not is_measure(name) and name not in {known for _, known in imported}:
+                yield from (
+                    (member, empty("", name, "no outcome of this name was imported")) for member in self.members
+                )
+
+    def imported(self) -> dict[tuple[str, str], Estimate]:
+        """Return the outcomes that were measured elsewhere, by checkpoint and name."""
+        path = self.path / "outcomes.json"
+        documents = files.read_json(path) if path.exists() else []
+        return {(each["checkpoint"], each["name"]): Estimate.from_dict(each["estimate"]) for each in documents}
+
+    def keep(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep outcomes; an earlier one of the same name is replaced."""
+        known = self.imported() | {(each.checkpoint, each.name): each.estimate for each in outcomes}
+        documents = [
+            {"checkpoint": checkpoint, "name": name, "estimate": estimate.to_dict()}
+            for (checkpoint, name), estimate in known.items()
+        ]
+        files.write_json(self.path / "outcomes.json", documents)
 
     def table(self) -> SuiteTable:
         """Return the table of what is known now."""

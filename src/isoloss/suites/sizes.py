@@ -1,16 +1,14 @@
 """How large checkpoints are, and what has to be downloaded: by files' headers, the hub's metadata, or the suite itself.
 
-Nothing here needs torch, and no weight is read.
+No weight is read.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from isoloss.checkpoints.places import downloaded
 from isoloss.errors import IsolossError
@@ -46,13 +44,10 @@ def sizes(config: SuiteConfig, members: tuple[Member, ...]) -> dict[str, Size]:
 
 
 def _of_files(folder: Path) -> Size:
-    """Return the size by the headers of the weights: a length of 8 bytes, then JSON."""
-    parameters = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        parameters += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
-    return Size(parameters, 0, HEADERS)
+    """Return the size by the headers of the weights."""
+    from isoloss.checkpoints.stored import stored_weights
+
+    return Size(sum(math.prod(weight.shape) for weight in stored_weights(str(folder)).values()), 0, HEADERS)
 
 
 def _of_hub(name: str, revision: str | None) -> tuple[Size | None, bool]:

@@ -112,8 +112,9 @@ class SuiteTable:
     def roles(self, predict: Sequence[str] = ()) -> tuple[str, list[str], list[str]]:
         """Return the columns of `wide` by what they are: the loss, the measures and the outcomes.
 
-        The loss is that of the first text. The outcomes are those of the suite and `predict`; of a suite that names
-        none, the rises of the loss. The losses of other texts are neither, nor are the parts of a loss.
+        The loss is that of the first text. The outcomes are those of the suite and `predict`; without any, what was
+        imported, which has no weights beside it; else the rises of the loss. The losses of other texts are neither
+        measures nor outcomes, and the parts of a loss are not.
 
         Raises:
             IsolossError: `predict` names what is not in the table.
@@ -122,8 +123,10 @@ class SuiteTable:
         named = [name for name in wide.columns if f"{name}_stderr" in wide.columns]
         bare = {name: name.partition(" (")[0] for name in named}
         losses = [name for name in named if bare[name] in ("loss", "kl", "entropy")]
+        elsewhere = self.frame.filter(self.frame["sha256"].is_null()).drop_nulls("value")["measure"]
+        imported = list(dict.fromkeys(elsewhere))
         outcomes: dict[str, None] = {}
-        for wanted in (*self.config.outcomes, *predict) or RISES:
+        for wanted in (*self.config.outcomes, *predict) or imported or RISES:
             # a task of lm-evaluation-harness has its own name in those of its metrics
             starts = f"{wanted}, ", f"{wanted.removeprefix('lm-eval-')}."
             found = [name for name in named if wanted in (name, bare[name]) or bare[name].startswith(starts)]
@@ -131,7 +134,7 @@ class SuiteTable:
                 raise IsolossError(f"the table has no column {wanted!r}{did_you_mean(wanted, named)}")
             outcomes |= dict.fromkeys(found)
         loss = next((name for name in losses if bare[name] == "loss"), "")
-        return loss, [name for name in named if name not in (*losses, *outcomes)], list(outcomes)
+        return loss, [name for name in named if name not in (*losses, *imported, *outcomes)], list(outcomes)
 
     def associations(self, predict: Sequence[str] = ()) -> tuple[Association, ...]:
         """Return which measure predicts which outcome at one loss; `predict`: further outcomes."""
@@ -176,8 +179,10 @@ def column_name(measure: str, text: str) -> str:
 def number(text: str, measure: str, estimate: Estimate, sha256: str | None = None) -> dict[str, Any]:
     """Return the row of an estimate."""
     row = estimate.row()
-    low, high = row.pop("low95"), row.pop("high95")
-    return {"text": text, "measure": measure, **row, "low": low, "high": high, "sha256": sha256}
+    row |= {"low": row.pop("low95"), "high": row.pop("high95")}
+    if estimate.samples == 1:  # imported, and its error is not known
+        row |= dict.fromkeys(("stderr", "low", "high", "samples"))
+    return {"text": text, "measure": measure, **row, "sha256": sha256}
 
 
 def empty(text: str, measure: str, problem: str, sha256: str | None = None) -> dict[str, Any]:

@@ -93,9 +93,9 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positio
         return _predict(plain, batch, capture, selection)
 
 
-def plain_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the logits (m, V) of a model that is run as it is, without gradients."""
-    with eager_with_grad(model) as plain, torch.no_grad():
+def plain_logits(model: nn.Module, batch: Batch, *, graph: bool = False) -> torch.Tensor:
+    """Return the logits (m, V) of a model that is run as it is, with their graph or without."""
+    with eager_with_grad(model) as plain, torch.set_grad_enabled(graph):
         logits: torch.Tensor = logits_of_output(plain(**forward_arguments(plain, batch.inputs)))
         return logits[batch.predicted]
 

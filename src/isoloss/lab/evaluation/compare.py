@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from isoloss import files
+from isoloss.comparison.kept import Kept
 from isoloss.comparison.models import PROBE, ModelComparison
 from isoloss.comparison.traces import Incomplete, Model, compare_traces, named_models
 from isoloss.comparison.verdict import TraceComparison
@@ -23,7 +26,7 @@ from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
 from isoloss.lab.evaluation.measures.base import MeasureResult
 from isoloss.lab.evaluation.measures.flatness import flatness_measure
 from isoloss.lab.evaluation.measures.transfer import Probe, task_probes
-from isoloss.runs import last_checkpoint
+from isoloss.runs import last_checkpoint, versions
 from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate
@@ -59,6 +62,7 @@ def compare(
     loss_margin: float = LOSS_MARGIN,
     min_ratio: float = MIN_RATIO,
     inputs: InputConfig | None = None,
+    output: str | Path | None = None,
     device: str = "auto",
     dtype: torch.dtype = torch.float32,
     attention: Any = "auto",
@@ -104,6 +108,8 @@ def compare(
         loss_margin: Margin in nats per predicted token within which two losses count as the same.
         min_ratio: The smallest ratio of two traces that counts: the flattest model's are smaller by this factor.
         inputs: How `data` is read: length, masking, and so on. The tokenizer is an argument of its own.
+        output: A folder that keeps the estimates of each model that is done. The same call goes on there after it was
+            killed, and ends with the same numbers. Further models may come behind the others.
         device: For checkpoints: auto, cpu, cuda, cuda:1, mps.
         dtype: For checkpoints: the type of the weights.
         attention: For checkpoints: the kernel, as for `isoloss.load_model`.
@@ -131,7 +137,7 @@ def compare(
         >>> labels = torch.tensor([3, -100, -100, -100]).expand(64, 4)
         >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
         >>> [answer.question for answer in comparison.answers()]
-        ['Same loss?', 'Flatter?', 'More robust at 4 bits?']
+        ['Same loss?', 'Flatter?', 'More robust at 4 bits?', 'More robust to noise?']
         >>> comparison.difference("int4_rise", "b", "a").unit
         'nats per predicted token'
     """
@@ -215,6 +221,24 @@ def compare(
             **fields, loss_margin=loss_margin, min_ratio=min_ratio, inputs=read, measures=tuple(others)
         )
 
+    kept = None
+    if output is not None:
+        # what a path names may change; the first model decides the controls of all
+        own_files = [
+            Path(place) for _, is_given, place in (each.partition("=") for each in (*tasks, *task_data)) if is_given
+        ]
+        held = batches if isinstance(batches, list) else []
+        about = {
+            "versions": versions(),
+            "first model": next(iter(named)),
+            "inputs": [_sha256(each) for each in (held, few, auxiliary_sample or ())],
+            "settings": [
+                *(settings, sorted(others), robustness, causal, rtol, seconds, str(dtype), device, str(attention)),
+                *(tasks, task_data, pooling, [files.sha256(file) for file in own_files if file.is_file()]),
+            ],
+        }
+        kept = Kept(Path(output), about)
+
     try:
         compared = compare_traces(
             {name: functools.partial(checkpoints.model, name) for name in named},
@@ -227,6 +251,7 @@ def compare(
             auxiliary_sample=auxiliary_sample,
             granularity=settings.get("rescaling_granularity", "tensor"),
             extra_estimates=extra_estimates,
+            kept=kept,
             progress=progress,
         )
     except Incomplete as stop:
@@ -280,6 +305,16 @@ def _fitting(
         except IsolossError as error:
             raise IsolossError(f"the task {task} cannot be measured: {error}") from error
     return fitting
+
+
+def _sha256(batches: Iterable[Mapping[str, Any]]) -> str:
+    """Return the SHA-256 of inputs."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in batch.items() if name not in tensors}
+        digest.update(f"{files.tensors_sha256(tensors.items())} {others}".encode())
+    return digest.hexdigest()
 
 
 def _some(batches: Iterable[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:

@@ -46,6 +46,8 @@ class MeasureContext:
     # returns the inputs to measure on, given how many sequences and a seed; `inputs` keeps what it returned
     read: Callable[[int, int], Inputs]
     objective: ObjectiveConfig  # which tokens are predicted, and from what
+    # the same of another text, which is given first; None: the inputs are of a language
+    read_text: Callable[[Path, int, int], Inputs] | None = None
     language: Any = None  # the language of the inputs, where it is known; None: text or token ids
     checkpoint: tuple[Run, int] | None = None  # the run and step of the model that is measured, where it is of a run
     load_tokenizer: Callable[[], Any] | None = None  # of the models, where there is no language that has one
@@ -273,9 +275,9 @@ def data_context(
         given = _common_tokenizer(models, is_text=holds_text(data))
     objective = config.objective(first.name, is_causal=first.outline.causal)
 
-    def read(num_sequences: int, seed: int) -> Inputs:
+    def read_text(path: Path, num_sequences: int, seed: int) -> Inputs:
         inputs = read_inputs(
-            data,
+            path,
             column=config.column,
             split=config.split,
             checkpoint=first.name,
@@ -296,7 +298,13 @@ def data_context(
     def load() -> Any:
         return load_tokenizer(given or first.name) if given is None or isinstance(given, str) else given
 
-    return MeasureContext(read=read, objective=objective, load_tokenizer=load, has_embeddings=first.has_embeddings)
+    return MeasureContext(
+        read=functools.partial(read_text, data),
+        objective=objective,
+        read_text=read_text,
+        load_tokenizer=load,
+        has_embeddings=first.has_embeddings,
+    )
 
 
 def language_context(

@@ -130,9 +130,9 @@ def requires(check: Callable[[FunctionMeasure, MeasureContext], str | None]) -> 
 class FunctionMeasure(Measure):
     """A function with values of its settings.
 
-    Its other keyword arguments are filled in by their names: `causal`, `language`, `checkpoint` and what else a
-    `MeasureContext` has; `context` itself; `auxiliary_sample` of the inputs. A function with `**options` takes those of
-    `isoloss.flatness.MeasureOptions`.
+    Its other keyword arguments are filled in by their names: `causal`, `read_text`, `language`, `checkpoint` and what
+    else a `MeasureContext` has; `context` itself; `auxiliary_sample` of the inputs. A function with `**options` takes
+    those of `isoloss.flatness.MeasureOptions`.
     """
 
     pattern: ClassVar[str]  # the name that it is registered under
@@ -176,7 +176,7 @@ class FunctionMeasure(Measure):
 
 # a function's arguments that are not settings: those of `MeasureOptions`, which `**options` takes, and others
 _OPTIONS = ("causal", "rtol", "seconds", "progress")
-_FILLED = (*_OPTIONS, "auxiliary_sample", "language", "checkpoint", "objective", "context")
+_FILLED = (*_OPTIONS, "auxiliary_sample", "read_text", "language", "checkpoint", "objective", "context")
 
 
 def measure_class(pattern: str) -> type[Measure]:

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isoloss.config import setting
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.lab.evaluation.measures.base import FunctionMeasure, MeasureResult, make_measure, measure_class, requires
+from isoloss.lab.evaluation.measures.base import (
+    FunctionMeasure,
+    MeasureResult,
+    SequenceMeasure,
+    digest_batches,
+    make_measure,
+    measure_class,
+    requires,
+)
 from isoloss.registry import MEASURES
 
 if TYPE_CHECKING:
@@ -452,6 +461,13 @@ def directional_sharpness(
     return flatness.directional_sharpness(model, next_update(run, language), batches, causal=causal)
 
 
+def critical_sharpness(model: Any, batches: Any, *, causal: bool | None = None) -> Estimate:
+    """Twice the inverse of the smallest step along the negative gradient at which the loss rises."""
+    from isoloss import flatness
+
+    return flatness.critical_sharpness(model, batches, causal=causal)
+
+
 def largest_eigenvalue(
     model: Any,
     batches: Any,
@@ -493,3 +509,50 @@ def spectral_density(
         "trace": dataclasses.replace(first, details={**first.details, **quadrature}),
         "squared-frobenius-norm": result.moment(2),
     }
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def gradient_noise_scale(model: Any, batches: Any, *, causal: bool | None = None) -> Estimate:
+    """Number of documents, or sequences, at which the gradient is as much noise as signal."""
+    from isoloss import flatness
+
+    return flatness.gradient_noise_scale(model, batches, causal=causal)
+
+
+def _why_no_agreement(measure: FunctionMeasure, context: MeasureContext) -> str | None:
+    from isoloss.text.hub_datasets import check_data
+
+    named = getattr(measure, "agreement_with")  # noqa: B009 - a setting
+    if not named:
+        return "agreement_with names no other text"
+    if context.read_text is None:
+        return "it compares two texts, and the model is measured on a language: give --data"
+    try:
+        check_data(named)
+    except IsolossError as error:
+        return f"agreement_with: {error}"
+    return None
+
+
+@requires(_why_no_agreement)
+def gradient_agreement(
+    model: Any,
+    batches: Any,
+    *,
+    agreement_with: Annotated[
+        str, setting(), "gradient-agreement: the other text, as for --data; no document may be in both."
+    ] = "",
+    num_sequences: int = SequenceMeasure.num_sequences,
+    seed: int = 0,
+    read_text: Any,
+    causal: bool | None = None,
+) -> Estimate:
+    """Cosine of the angle between the gradients of two texts, without the bias of their noise."""
+    from isoloss import flatness
+
+    others = read_text(Path(agreement_with), num_sequences, seed).batches
+    if digest_batches(others) == digest_batches(batches):
+        raise IsolossError(f"agreement_with is {agreement_with}, the text that is measured: name another one")
+    return flatness.gradient_agreement(model, batches, others, causal=causal)

@@ -1,0 +1,75 @@
+"""A folder that keeps what a comparison has measured, so that the same command goes on after it was killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import numpy as arrays
+
+from isoloss import files
+from isoloss.errors import IsolossError
+from isoloss.statistics.estimate import Estimate
+
+_ABOUT = "comparison.json"
+_REMEDY = "delete it, and what it had is measured again"
+
+
+class Kept:
+    """The estimates of the models of one comparison that are done: a JSON file for each, and its influences beside it.
+
+    Args:
+        folder: New or empty, or of the same comparison.
+        about: What decides the estimates of all models, as JSON types: inputs and settings.
+
+    Raises:
+        IsolossError: The folder is of another comparison, or of something else.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self._folder, given = folder, json.loads(json.dumps(about))
+        if not (folder / _ABOUT).is_file():
+            files.check_new(folder)
+            files.write_sealed(folder / _ABOUT, given)
+        known = files.read_sealed(folder / _ABOUT, _REMEDY)
+        if other := [name for name, value in given.items() if known.get(name) != value]:
+            raise IsolossError(f"{folder} has a comparison with other {' and '.join(other)}: choose another folder")
+
+    def read(self, model: str, identity: Mapping[str, str]) -> tuple[dict[str, Estimate], str] | None:
+        """Return the estimates of a model and the text that `write` was given; None: it is to be measured."""
+        path = self._path(model)
+        influences = path.with_suffix(".safetensors")
+        if not (path.is_file() and influences.is_file()):
+            return None
+        document = files.read_sealed(path, _REMEDY)
+        if document.get("identity") != identity or files.sha256(influences) != document["influences"]:
+            return None
+        found = arrays.load(influences.read_bytes())
+        estimates = {
+            name: dataclasses.replace(Estimate.from_dict(each), influence=found.get(name))
+            for name, each in document["estimates"].items()
+        }
+        return estimates, document["no_minimal"]
+
+    def write(
+        self, model: str, identity: Mapping[str, str], estimates: Mapping[str, Estimate], no_minimal: str
+    ) -> None:
+        """Keep the estimates of a model, whose weights the identity tells, and why minimal traces are left out."""
+        path = self._path(model)
+        influences = {name: each.influence for name, each in estimates.items() if each.influence is not None}
+        data = arrays.save(influences)
+        # first, as only the other file says that the model is done
+        files.write_bytes(path.with_suffix(".safetensors"), data)
+        document = {
+            **{"model": model, "identity": dict(identity), "influences": hashlib.sha256(data).hexdigest()},
+            **{"no_minimal": no_minimal, "estimates": {name: each.to_dict() for name, each in estimates.items()}},
+        }
+        files.write_sealed(path, document)
+
+    def _path(self, model: str) -> Path:
+        # a model's name may hold any character
+        return self._folder / f"{hashlib.sha256(model.encode()).hexdigest()[:16]}.json"

@@ -1,0 +1,192 @@
+"""Series of checkpoints: what happens along their steps, and two series at one loss.
+
+A series is the steps of one training run, or of whatever else names its checkpoints by steps
+(`isoloss.checkpoints.places.series_of`): a mapping from step to model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from isoloss.comparison.verdict import TraceComparison, in_digits, same_models
+from isoloss.statistics.comparison import linear_combination
+from isoloss.statistics.estimate import Estimate, interval, number
+from isoloss.statistics.significance import equivalence
+
+Series = Mapping[int, str]
+
+_JUMP = 5.0  # times as far as its neighbors moves a step that jumps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A checkpoint of one series and another series at the same loss.
+
+    Attributes:
+        first: What is compared of the first series, in words.
+        second: The same of the second series.
+        loss: The loss at which they are.
+        comparison: The two of them; one is interpolated where no checkpoint of its series is shown to have this loss.
+    """
+
+    first: str
+    second: str
+    loss: Estimate
+    comparison: TraceComparison
+
+
+def interpolated(lower: Mapping[str, Estimate], upper: Mapping[str, Estimate], loss: Estimate) -> dict[str, Estimate]:
+    r"""Return the traces of a series where its loss is `loss`, linear in the loss between two neighboring checkpoints.
+
+    With the losses $L_1$ and $L_2$ of the neighbors, $w = (L - L_1) / (L_2 - L_1)$ and $T = (1 - w) T_1 + w T_2$. The
+    error is of the delta method, $\psi = (1 - w) \psi_{T_1} + w \psi_{T_2} + s (\psi_L - (1 - w) \psi_{L_1} - w
+    \psi_{L_2})$ with the slope $s = (T_2 - T_1) / (L_2 - L_1)$, where all influences are of the same samples. That the
+    trace may not be linear between the neighbors is not in it.
+
+    Args:
+        lower: The estimates of one neighbor: `loss`, `trace` and, where it was measured, `minimal-trace`.
+        upper: Those of the other one.
+        loss: A loss between theirs.
+    """
+    one, two = lower["loss"], upper["loss"]
+    weight = (loss.value - one.value) / (two.value - one.value)
+    found = {"loss": loss}
+    for name in ("trace", "minimal-trace"):
+        if name in lower:
+            slope = (upper[name].value - lower[name].value) / (two.value - one.value)
+            terms = [(1 - weight, lower[name]), (weight, upper[name])]
+            # their sum is 0, and their error is that of the weight
+            terms += [(slope, loss), (-slope * (1 - weight), one), (-slope * weight, two)]
+            found[name] = linear_combination(terms, method=f"{lower[name].method}, interpolated")
+    return found
+
+
+def pairs(
+    comparison: TraceComparison, first: tuple[str, Series], second: tuple[str, Series], margin: float
+) -> list[Pair]:
+    """Return pairs of two series, each with its name, at one loss, from the largest loss to the smallest.
+
+    A checkpoint is paired with the checkpoint of the other series whose loss is the nearest, if both losses are shown
+    to be the same within the margin; else with the last two neighbors whose losses enclose its own, interpolated.
+    Nothing is extrapolated.
+    """
+    found: list[Pair] = []
+    paired: set[str] = set()
+    for (name, series), (other_name, others) in ((second, first), (first, second)):
+        for step, model in series.items():
+            if model in paired:
+                continue
+            mine = f"{name} step {step:,}" if len(series) > 1 else name
+            loss = comparison.models[model]["loss"]
+            near = {other: comparison.difference("loss", other, model) for other in others.values()}
+            same = [other for other, each in near.items() if equivalence(each, margin).shown]
+            if same:
+                partner = min(same, key=lambda other: abs(near[other].value))
+                at = next(step for step, other in others.items() if other == partner)
+                theirs = f"{other_name} step {at:,}" if len(others) > 1 else other_name
+                estimates = dict(comparison.models[partner])
+                paired.add(partner)
+            else:
+                enclosing = _enclosing(comparison, others, loss.value)
+                if enclosing is None:
+                    continue
+                partner = others[enclosing[0]]
+                theirs = f"{other_name} steps {enclosing[0]:,} to {enclosing[1]:,}"
+                lower, upper = (comparison.models[others[at]] for at in enclosing)
+                estimates = interpolated(lower, upper, loss)
+            two = {theirs: (partner, estimates), mine: (model, dict(comparison.models[model]))}
+            if name == first[0]:
+                two = dict(reversed(two.items()))
+            found.append(_pair(comparison, two, loss, () if same else (theirs,)))
+    return sorted(found, key=lambda pair: -pair.loss.value)
+
+
+def _enclosing(comparison: TraceComparison, series: Series, loss: float) -> tuple[int, int] | None:
+    """Return the last two neighboring steps whose losses enclose a loss."""
+    for first, second in reversed(list(itertools.pairwise(series))):
+        ends = sorted(comparison.models[series[step]]["loss"].value for step in (first, second))
+        if ends[0] <= loss <= ends[1] and ends[0] < ends[1]:
+            return first, second
+    return None
+
+
+def _pair(
+    comparison: TraceComparison,
+    two: Mapping[str, tuple[str, Mapping[str, Estimate]]],
+    loss: Estimate,
+    made: tuple[str, ...],
+) -> Pair:
+    first, second = two
+    shown = ("loss", *comparison.traces)
+    models = {name: {each: estimates[each] for each in shown} for name, (_, estimates) in two.items()}
+    of_two = dataclasses.replace(
+        comparison,
+        models=models,
+        # the weights of an interpolated model are nobody's, and its neighbors have one architecture
+        weights={name: "" if name in made else comparison.weights[model] for name, (model, _) in two.items()},
+        architectures={name: comparison.architectures[model] for name, (model, _) in two.items()},
+        interpolated=made,
+    )
+    return Pair(first=first, second=second, loss=loss, comparison=of_two)
+
+
+def moves(comparison: TraceComparison, series: Series, name: str) -> tuple[str, str]:
+    """Return how the estimate called `name` moves from the first step to the last one, in words, and by how much."""
+    *_, last = series.values()
+    first = next(iter(series.values()))
+    values = [number(comparison.models[model][name]) for model in (first, last)]
+    if name in comparison.traces:
+        ratio, (low, high) = comparison.ratio(name, last, first)
+        word = "rises" if low > 1 else "falls" if high < 1 else "is not shown to move"
+        detail = f"{in_digits(ratio)} times, 95 % {in_digits(low)} to {in_digits(high)}"
+    else:
+        difference = comparison.difference(name, last, first)
+        low, high = difference.ci95
+        word = "rises" if low > 0 else "falls" if high < 0 else "is not shown to move"
+        detail = f"difference {number(difference)}, 95 % {interval(difference)}"
+    return f"{word}{',' * (word not in ('rises', 'falls'))} from {values[0]} to {values[1]}", detail
+
+
+def jumps(comparison: TraceComparison, series: Series, names: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each step where loss or trace moves by far more than at the steps beside it.
+
+    The first step of a series is none, as training begins with a fall, and copies of another checkpoint are left out.
+    """
+    originals = same_models(comparison)
+    models = [model for model in series.values() if originals[model] == model]
+    for name in ("loss", "trace"):
+        steps = []
+        for before, after in itertools.pairwise(models):
+            # a trace moves by factors
+            moved = (comparison.difference if name == "loss" else comparison.log_ratio)(name, after, before)
+            assert moved is not None  # a comparison has no trace that is not above 0
+            low, high = moved.ci95
+            steps.append((max(0.0, low, -high), max(-low, high)))  # the least and the most that it may have moved
+        for place, (least, _) in enumerate(steps[1:], start=1):
+            beside = [most for _, most in steps[place - 1 : place + 2 : 2]]
+            if least > _JUMP * max(beside):
+                before, after = models[place : place + 2]
+                size = f"by {number(comparison.difference('loss', after, before))} nats"
+                if name == "trace":
+                    ratio, (low, high) = comparison.ratio(name, after, before)
+                    size = f"to {in_digits(ratio)} times (95 % {in_digits(low)} to {in_digits(high)})"
+                yield (
+                    f"The {name} jumps between {names[before]} and {names[after]}, {size}: more than {_JUMP:g} times "
+                    "as far as at the steps beside."
+                )
+
+
+def summary(found: list[Pair], first: str, second: str, more: str) -> str:
+    """Return what pairs at one loss say together: how often which series is the flatter, and the last pair in full."""
+    flattest = [pair.comparison.verdict().flattest for pair in found]
+    wins = {first: sum(map([pair.first for pair in found].__contains__, flattest))}
+    wins[second] = sum(each is not None for each in flattest) - wins[first]
+    last = found[-1]
+    return (
+        f"At one loss there {'are' if len(found) > 1 else 'is'} {len(found)} pair{'s' * (len(found) > 1)}. By both "
+        f"traces, {first} is flatter in {wins[first]} and {second} in {wins[second]}. At the smallest loss, "
+        f"{number(last.loss)} nats: {last.comparison.verdict(more=more)}"
+    )

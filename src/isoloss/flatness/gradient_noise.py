@@ -1,0 +1,197 @@
+"""How much the gradients of one text's documents differ, and how far the gradients of two texts agree.
+
+Shapes: N clusters of a text, P parameters counted one by one, k vectors.
+The examples measure the model and the batches of the example of `isoloss.flatness.fisher_trace`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from isoloss.errors import IsolossError
+from isoloss.flatness._curvature import MeanLoss, inner
+from isoloss.model_checks import device_of
+from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.ratio import from_influence
+
+
+def gradient_noise_scale(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    causal: bool | None = None,
+    num_sequences: int | None = None,
+) -> Estimate:
+    """Estimate tr(S) / |g|^2, the number of clusters at which a gradient is as much noise as signal.
+
+    g is the gradient of the mean loss per predicted token, and S / n the covariance of its estimate from n clusters
+    (McCandlish et al. 2018, arXiv:1812.06162, "simple noise scale"). A cluster is a document, where batches have
+    `documents`, else a sequence: the unit is that of the error. Batches of far fewer clusters are mostly noise, and far
+    larger ones gain little.
+
+    Both parts are without bias where all clusters have as many predicted tokens: `|g|^2` is the mean of <g_i, g_j> over
+    different clusters, and tr(S) the mean of `|g_i|^2` less that, which is the two-batch form of appendix A.1 with
+    batches of 1 and N. In general, with the m_i tokens and summed gradient G_i of cluster i and m their mean,
+    `tr(S) = E|G_i - m_i g|^2 / m^2`, each inner product again over different clusters.
+
+    Each cluster has two forward and backward passes, and three vectors of the size of the model are in memory. The
+    error is the jackknife's over clusters.
+
+    Args:
+        model: As for `fisher_trace`, with any attention.
+        batches: As for `fisher_trace`, but the labels' values count. All batches are kept in memory.
+        causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
+        num_sequences: Stop after this many sequences; None: at the end of the batches.
+
+    Returns:
+        The noise scale in clusters. The details have it in predicted `tokens`, and the unbiased `squared_norm` of g.
+
+    Raises:
+        IsolossError: A batch does not fit, a gradient is not finite, or the clusters are too few to tell the norm of g
+            from 0.
+
+    Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import gradient_noise_scale
+        >>> model, batches = tiny_bert()
+        >>> noise = gradient_noise_scale(model, batches)
+        >>> noise.unit, noise.samples, noise.value > 0
+        ('sequences', 64, True)
+    """
+    loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
+    m = loss.positions()
+    vectors, q = _sums(loss, torch.stack([torch.ones_like(m), m]))
+    t, u = _products(loss, vectors)
+    n, sizes, squares, sizes2 = (_without(each) for each in (torch.ones_like(m), m, q, m.square()))
+    norm = _squared_norm(m, q, t)
+    # sum_(i != j) m_i <G_i, G_j>; without cluster i, <U, T> loses <U, G_i> + m_i <T, G_i> - m_i <G_i, G_i>
+    weighted = _without(u, u + m * t - m * q) - _without(m * q)
+    spread = (squares / n - 2 * weighted / ((n - 1) * sizes) + sizes2 / n * norm) * (n / sizes).square()
+    values = spread / norm
+    unit = loss.clusters_name
+    method = "gradient noise scale, unbiased parts"
+    found = from_influence(float(values[0]), _influence(values), m, unit=unit, method=method)
+    more = {"tokens": found.value * float(m.mean()), "squared_norm": float(norm[0])}
+    return replace(found, details={**_about(loss), **more})
+
+
+def gradient_agreement(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    others: Iterable[Mapping[str, Any]],
+    *,
+    causal: bool | None = None,
+    num_sequences: int | None = None,
+) -> Estimate:
+    """Estimate the cosine of the angle between the gradients of two texts, without the bias of their noise.
+
+    With the gradients g_a and g_b of the mean losses per predicted token it is `<g_a, g_b> / (|g_a| |g_b|)`: 1 where a
+    small step for one text is as good for the other, below 0 where it makes the other worse. The cosine of two
+    estimated gradients is too small, as the noise of each adds to its norm and not to the inner product. So the squared
+    norms are means over pairs of different clusters, as in `gradient_noise_scale`; the result may be above 1 by chance.
+    Chen et al. (2026, arXiv:2604.09258) train for a high agreement of data sources.
+
+    Costs and clusters are as for `gradient_noise_scale`. The error is the jackknife's over the clusters of both texts,
+    which must have none in common.
+
+    Args:
+        model: As for `fisher_trace`, with any attention.
+        batches: Of one text, as for `fisher_trace`, but the labels' values count. All are kept in memory.
+        others: Of the other text.
+        causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
+        num_sequences: Stop after this many sequences of each; None: at the end of the batches.
+
+    Returns:
+        The agreement. `samples` are the clusters of the text with fewer, and the influences are those of `batches`'
+        clusters, then those of `others`'.
+
+    Raises:
+        IsolossError: As for `gradient_noise_scale`.
+
+    Example:
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import gradient_agreement
+        >>> model, batches = tiny_bert()
+        >>> agreement = gradient_agreement(model, batches[:2], batches[2:])
+        >>> agreement.unit, round(agreement.value, 1)
+        ('cosine', 1.0)
+    """
+    losses = [MeanLoss(model, each, causal=causal, num_sequences=num_sequences) for each in (batches, others)]
+    sizes = [loss.positions() for loss in losses]
+    sums = [_sums(loss, torch.ones(1, len(m))) for loss, m in zip(losses, sizes, strict=True)]
+    products = [_products(loss, torch.cat([vectors for vectors, _ in sums])) for loss in losses]
+    norms = [_squared_norm(sizes[k], sums[k][1], products[k][k]) for k in (0, 1)]
+    parts = []
+    for k, other in ((0, 1), (1, 0)):  # the clusters of one text are left out, and the other stays whole
+        shared = _without(products[k][other]) / _without(sizes[k]) / sizes[other].sum()
+        values = shared / (norms[k] * norms[other][0]).sqrt()
+        parts.append(from_influence(float(values[0]), _influence(values), sizes[k], unit="cosine", method=""))
+    fewer = min(parts, key=lambda part: part.samples)
+    # scaled from the clusters of each text to `samples`, so that the squares of both add up by one rule, as
+    # `Estimate.influence` says
+    pairs = fewer.samples * (fewer.samples - 1)
+    scaled = [math.sqrt(pairs / (part.samples * (part.samples - 1))) * cast("Any", part.influence) for part in parts]
+    return replace(
+        fewer,
+        value=parts[0].value,
+        stderr=math.hypot(*(part.stderr for part in parts)),
+        num_predictions=sum(part.num_predictions for part in parts),
+        method="agreement of the gradients of two texts, unbiased norms",
+        effective_samples=min(part.effective_samples or 0.0 for part in parts),
+        influence=np.concatenate(scaled),
+        details={**_about(losses[parts.index(fewer)]), "sequences": sum(loss.num_sequences for loss in losses)},
+    )
+
+
+def _about(loss: MeanLoss) -> dict[str, Any]:
+    return {**loss.details(0), "clusters": loss.clusters_name, "error_covers": "inputs and labels"}
+
+
+def _sums(loss: MeanLoss, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (k, P): the sums of the clusters' gradients with weights (k, N); and (N,): their squared norms."""
+    vectors = torch.zeros(len(weights), loss.num_parameters, dtype=loss.dtype, device=device_of(loss.model))
+    squares = torch.zeros(weights.shape[1], dtype=torch.float64)
+    for number, gradient in enumerate(loss.gradients_by_cluster()):
+        squares[number] = inner(gradient, gradient)
+        for vector, weight in zip(vectors, weights[:, number].tolist(), strict=True):
+            vector.add_(gradient, alpha=weight)
+    return vectors, squares
+
+
+def _products(loss: MeanLoss, vectors: torch.Tensor) -> torch.Tensor:
+    """Return (k, N): the inner products of vectors (k, P) and the clusters' gradients."""
+    rows = [[inner(vector, gradient) for vector in vectors] for gradient in loss.gradients_by_cluster()]
+    return torch.tensor(rows, dtype=torch.float64).T
+
+
+def _without(parts: torch.Tensor, removed: torch.Tensor | None = None) -> torch.Tensor:
+    """Return (1 + N,): the sum of parts (N,), then the sum without each cluster, with which `removed` goes."""
+    total = parts.sum()
+    return torch.cat([total[None], total - (parts if removed is None else removed)])
+
+
+def _influence(values: torch.Tensor) -> torch.Tensor:
+    """Return (N,): the influences of a value (1 + N,) by what it is without each cluster."""
+    return (len(values) - 2) * (values[0] - values[1:])
+
+
+def _squared_norm(m: torch.Tensor, q: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Return (1 + N,): the squared norm of the mean gradient, of all clusters and without each.
+
+    It is the sum of <G_i, G_j> over the sum of m_i m_j, both over different clusters, given `|G_i|^2` and the products
+    of G_i with the sum of all.
+    """
+    norm = (_without(t, 2 * t - q) - _without(q)) / (_without(m).square() - _without(m.square()))
+    if len(m) < 3 or not bool((norm > 0).all()):
+        raise IsolossError(
+            f"the gradients of {len(m)} independent inputs are too few to tell the mean gradient from 0: take more "
+            "sequences"
+        )
+    return norm

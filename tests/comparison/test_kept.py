@@ -1,0 +1,98 @@
+"""A comparison that is killed goes on where it was, and holds no more of each model than its influences."""
+
+import gc
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+
+import small_checkpoints as small
+from isoloss import compare
+from isoloss.errors import IsolossError
+from isoloss.lab.evaluation.input_config import InputConfig
+
+HOW = {"inputs": InputConfig(length=small.LENGTH), "num_sequences": 200, "rtol": 0.5, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoints")
+    tokenizer = small.byte_level()
+    for seed, name in enumerate("abc"):
+        small.gpt2(len(tokenizer), seed).save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    (path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in small.documents(150)))
+    return path
+
+
+def document(comparison):
+    """What a comparison prints as JSON, without the time that it took."""
+    return re.sub(r'seconds": [^,}]+', "", json.dumps(comparison.to_dict()))
+
+
+KILLED = """
+import os, signal
+from isoloss import compare
+from isoloss.lab.evaluation.input_config import InputConfig
+
+def kill(model, done):
+    if model == "c":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+how = {"inputs": InputConfig(length=%d), "num_sequences": 200, "rtol": 0.5, "seed": 3}
+compare(["a", "b", "c"], data="text.jsonl", output="kept", progress=kill, **how)
+"""
+
+
+def test_a_comparison_that_was_killed_goes_on_and_ends_with_the_same_bytes(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    whole = compare(["a", "b", "c"], data="text.jsonl", **HOW)
+    killed = subprocess.run([sys.executable, "-c", KILLED % small.LENGTH], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(list((folder / "kept").glob("*.json"))) == 3  # of a, of b and of the comparison
+    measured = set()
+    options = {"data": "text.jsonl", "output": "kept", "progress": lambda model, _: measured.add(model)}
+    resumed = compare(["a", "b", "c"], **options, **HOW)
+    assert measured == {"c"}
+    # a decided where the others stop, and still does
+    assert [resumed.models[name]["trace"].details["ended"] for name in "ac"] == ["rtol", "num_sequences"]
+    assert document(resumed) == document(whole)
+    for name in whole.models["c"]:
+        assert (resumed.models["b"][name].influence == whole.models["b"][name].influence).all()
+
+    measured.clear()
+    small.gpt2(len(small.byte_level()), 7).save_pretrained(folder / "b")
+    compare(["a", "b", "c"], **options, **HOW)
+    assert measured == {"b"}  # its weights are others
+    with pytest.raises(IsolossError, match="kept has a comparison with other first model: choose another folder"):
+        compare(["b", "a"], **options, **HOW)
+    with pytest.raises(IsolossError, match="kept has a comparison with other inputs and settings: choose"):
+        compare(["a", "b"], **options, **HOW | {"seed": 4})
+    with pytest.raises(IsolossError, match="a exists and is not an empty folder"):
+        compare(["a", "b"], **options | {"output": "a"}, **HOW)
+    next((folder / "kept").glob("[0-9a-f]*.json")).write_text("{}")
+    assert len(compare(["a", "b", "c"], **options, **HOW).models) == 3
+
+
+def test_of_each_model_only_its_influences_stay():
+    ids = torch.randint(0, 8, (24, 6), generator=torch.Generator().manual_seed(0))
+    models, tensors = [], []
+
+    def load():
+        gc.collect()
+        tensors.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+        assert not any(model() for model in models[:-1])
+        model = small.gpt2(8, len(models))
+        models.append(weakref.ref(model))
+        return model
+
+    found = compare({str(i): load for i in range(6)}, [{"input_ids": ids, "labels": ids}])
+    kept = sum(each.influence is not None for each in found.models["0"].values())
+    grown = [after - before for before, after in itertools.pairwise(tensors[1:])]
+    assert max(grown) <= kept

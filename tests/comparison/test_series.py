@@ -1,0 +1,161 @@
+"""Series of checkpoints: pairs at one loss against closed forms, jumps and copies, and what the page asks."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from isoloss.checkpoints.places import series_of
+from isoloss.comparison.models import ModelComparison
+from isoloss.comparison.page import comparison_page
+from isoloss.comparison.series import interpolated, jumps, pairs
+from isoloss.errors import IsolossError
+from isoloss.statistics.comparison import linear_combination
+from isoloss.statistics.estimate import Estimate
+
+N = 64
+DRAWS = np.random.default_rng(0).standard_normal((8, N))
+
+
+def estimate(value, influence, extra=()):
+    """A value with this influence of each sample, and of what else stands behind the samples."""
+    whole = np.concatenate([influence - np.mean(influence), extra])
+    return Estimate(
+        value=value,
+        stderr=math.sqrt((whole**2).sum() / (N * (N - 1))),
+        samples=N,
+        unit="nats per predicted token",
+        num_predictions=N,
+        method="known",
+        influence=whole,
+        by_parameter={"w": value},
+        details={"num_parameters": 7, "embeddings": [], "gauged": [], "infimum": value, "in_sample": value}
+        | {"sequences": N, "clusters": "documents"},
+    )
+
+
+def model(loss, trace, draw, *, least=None, spread=0.002):
+    influences = spread * DRAWS[0] + 1e-3 * DRAWS[draw]
+    return {
+        "loss": estimate(loss, influences),
+        "trace": estimate(trace, 0.1 * DRAWS[draw]),
+        "without_embeddings": estimate(trace / 2, 0.1 * DRAWS[draw]),
+        "minimal-trace": estimate(trace / 2 if least is None else least, 0.05 * DRAWS[draw]),
+    }
+
+
+def compared(models, **options):
+    weights = {name: name for name in models}
+    return ModelComparison(models=models, weights=weights, architectures=dict.fromkeys(models, ""), **options)
+
+
+def run(name, losses, traces):
+    places = enumerate(zip(losses, traces, strict=True))
+    return {f"{name}/checkpoint-{10 * (i + 1)}": model(loss, trace, 1 + i) for i, (loss, trace) in places}
+
+
+def test_a_trace_that_is_linear_in_the_loss_is_interpolated_without_error_but_of_the_loss():
+    """T = 3 + 5 L for every sample: at a loss, T is known as well as 5 times that loss, wherever the neighbors are."""
+    losses = [estimate(value, DRAWS[draw]) for draw, value in enumerate((2.0, 1.0, 1.3))]
+    lines = [
+        {"loss": loss, "trace": dataclasses.replace(estimate(3 + 5 * loss.value, 5 * loss.influence))}
+        for loss in losses
+    ]
+    found = interpolated(lines[0], lines[1], losses[2])
+    assert found["loss"] is losses[2]
+    assert found["trace"].value == pytest.approx(3 + 5 * 1.3)
+    assert found["trace"].stderr == pytest.approx(5 * losses[2].stderr)
+    assert found["trace"].influence == pytest.approx(5 * losses[2].influence)
+
+
+def test_the_error_of_an_interpolation_is_that_of_fresh_samples():
+    """Means of N samples, drawn 4,000 times: the spread of the interpolated trace is its error by influences."""
+    generator = np.random.default_rng(1)
+    root = np.tril(generator.standard_normal((5, 5))) * 0.05
+    means = np.array([2.0, 1.0, 1.4, 7.0, 4.0])  # losses of the neighbors and the target, traces of the neighbors
+    draws = means + generator.standard_normal((4000, N, 5)) @ root.T
+
+    def at(values):
+        one, two, target, lower, upper = values
+        weight = (target - one) / (two - one)
+        return (1 - weight) * lower + weight * upper
+
+    spread = np.std([at(each) for each in draws.mean(axis=1)])
+    one, two, target, lower, upper = (estimate(draws[0, :, i].mean(), draws[0, :, i]) for i in range(5))
+    found = interpolated({"loss": one, "trace": lower}, {"loss": two, "trace": upper}, target)["trace"]
+    assert found.value == pytest.approx(at(draws[0].mean(axis=0)))
+    assert found.stderr == pytest.approx(spread, rel=0.25)
+
+
+def test_what_stands_behind_the_samples_stays_in_a_combination():
+    one, two = estimate(1.0, DRAWS[0]), estimate(2.0, DRAWS[1], extra=[0.5])
+    both = linear_combination([(2.0, one), (-1.0, two)], method="sum")
+    assert (both.value, both.influence[-1], len(both.influence)) == (0.0, -0.5, N + 1)
+    with pytest.raises(IsolossError, match="it is not known what each of the 64 samples adds"):
+        linear_combination([(1.0, one), (1.0, dataclasses.replace(two, influence=None))], method="sum")
+
+
+def test_two_series_are_compared_where_they_have_one_loss():
+    a = run("a", [3.0, 2.0, 1.0], [10.0, 20.0, 40.0])
+    b = run("b", [2.5, 2.001, 0.5], [9.0, 16.0, 40.0])
+    comparison = compared(a | b)
+    found = pairs(comparison, *comparison.series.items(), 0.01)
+    # by equivalence; between neighbors, on either side; 3.0 and 0.5 are never extrapolated to
+    assert [(pair.first, pair.second) for pair in found] == [
+        ("a steps 10 to 20", "b step 10"),
+        ("a step 20", "b step 20"),
+        ("a step 30", "b steps 20 to 30"),
+    ]
+    middle, last = found[1].comparison, found[-1].comparison
+    assert middle.ratio("trace", "b step 20", "a step 20")[0] == pytest.approx(16 / 20)
+    weight = (1.0 - 2.001) / (0.5 - 2.001)
+    assert last.models["b steps 20 to 30"]["trace"].value == pytest.approx((1 - weight) * 16 + weight * 40)
+    assert [pair.comparison.verdict().flattest for pair in found] == ["b step 10", "b step 20", "b steps 20 to 30"]
+    text = str(comparison)
+    assert "At one loss there are 3 pairs. By both traces, a is flatter in 0 and b in 3." in text
+    (answer,) = comparison.answers()
+    assert (answer.question, answer.holds) == ("b or a: which is flatter at one loss?", True)
+    assert "compare checkpoints whose losses are nearer" not in text + str(comparison.to_dict())
+    page = comparison_page(comparison)
+    assert "At one loss, which is flatter: a or b?" in page
+    assert page.count('class="chart"') == 3
+
+
+def test_series_whose_losses_never_overlap_have_no_pair():
+    comparison = compared(run("a", [3.0, 2.8], [10.0, 20.0]) | run("b", [2.0, 1.8], [9.0, 16.0]))
+    assert comparison.pairs_at_one_loss == {"b": []}
+    assert comparison.texts()[-1].endswith("nats) never overlap, so they have no pair at one loss.")
+    assert comparison.answers()[0].answer == "No verdict: the losses never overlap"
+
+
+def test_copies_and_jumps_of_a_series_are_named():
+    models = run("a", [3.0, 2.9, 2.8, 1.5, 1.4, 1.3], [10.0, 11.0, 12.0, 13.0, 40.0, 43.0])
+    models["a/checkpoint-70"] = models["a/checkpoint-60"]
+    comparison = compared(models)
+    comparison.weights["a/checkpoint-70"] = "a/checkpoint-60"
+    _, along, *named = comparison.texts()
+    assert along.startswith("a, from step 10 to 70: loss falls from 3.0")
+    assert "trace rises from 10" in along
+    assert [text.partition(", ")[0] for text in named] == [
+        "The loss jumps between checkpoint-30 and checkpoint-40",
+        "The trace jumps between checkpoint-40 and checkpoint-50",
+        "checkpoint-60 and checkpoint-70 have identical weights.",
+    ]
+    assert "What happens along the steps of a?" in comparison_page(comparison)
+    assert not list(jumps(compared(run("a", [3, 2, 1.7, 1.6], [9, 10, 11, 12])), {1: "a/checkpoint-10"}, {}))
+
+
+@pytest.mark.parametrize(
+    ("names", "series"),
+    [
+        (["r/checkpoint-20", "r/checkpoint-3", "r/checkpoint-100"], {"r": [3, 20, 100]}),
+        (["o/m@stage1-step10-tokens4B", "o/m@stage1-step9-tokens4B", "x"], {"o/m@stage1": [9, 10], "x": [0]}),
+        (["a/step-1", "a/step-2"], {}),
+        (["a/step-1", "b/step-1", "c/step-1"], {}),
+        (["a/step-1-x", "a/step-1-y", "a/step-2"], {}),
+        (["seed1", "seed2", "seed3"], {}),
+    ],
+)
+def test_names_with_steps_are_series(names, series):
+    assert {name: list(steps) for name, steps in series_of(names).items()} == series
