@@ -38,12 +38,9 @@ from isoloss.lab.evaluation.measures.transfer import effective_rank
 HEADS, SIZE, INNER = 2, 2, 5
 WIDTH = HEADS * SIZE
 DOCS = Path(__file__).parents[2] / "docs" / "method" / "flatness.md"
-# the trace of another model, and so no row of its own
-FLATNESS = [
-    name
-    for name in flatness_measures()
-    if "-in-SIZE" not in name and name != "rescaling-control"  # of another model
-]
+# traces of other models, and so no rows of their own; what moves away from the weights by random or many steps
+_OTHERS = ("rescaling-control", "frontier", "llc")
+FLATNESS = [name for name in flatness_measures() if "-in-SIZE" not in name and name not in _OTHERS]
 
 
 @functools.cache
