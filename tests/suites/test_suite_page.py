@@ -65,6 +65,7 @@ def test_what_is_shown_comes_first_and_every_pair_is_in_the_matrix(document, tab
     assert "3 of 4 pairs" in rest
     found = {(each.measure, each.outcome): each for each in answers(table)}
     assert [key for key, each in found.items() if each.shown] == [("minimal-trace", "int4-rise")]
+    assert "<p>minimal-trace: " in document  # in words
     for each in found.values():
         assert f"{each.pearson.value:.2f}".replace("-", "−") in document
         assert each.sentence() in document.replace("&#39;", "'")

@@ -51,10 +51,10 @@ class Args:
     """Texts to measure on, as PATH or NAME=PATH: .txt, .jsonl, a folder, hf:NAME or python:docs, or token ids (.npy);
     default: the language of the checkpoints' runs, or else python:docs."""
     measures: tuple[str, ...] = ()
-    """Names of measures (isoloss ls measures); default: trace, minimal trace, the rises of the loss with 4-bit weights and
-    under noise, and effective rank and dimension. The loss is measured in any case."""
+    """Names of measures (isoloss ls measures); default: trace, minimal trace, the rises of the loss with 4-bit weights
+    and under noise, and effective rank and dimension. The loss is measured in any case."""
     outcomes: tuple[str, ...] = ()
-    """What is to be predicted: measures such as probe-sst2, lm-eval:TASK, or names of what is imported; default: the
+    """What is to be predicted: measures such as probe-sst2, lm-eval-TASK, or names of what is imported; default: the
     rises."""
     cluster: str = ""
     """The label of what is independent, such as seed; default: each training by itself."""

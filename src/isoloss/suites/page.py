@@ -18,6 +18,7 @@ import polars as pl
 from markupsafe import Markup
 
 from isoloss import config as configs
+from isoloss.registry import MEASURES
 from isoloss.report import charts, data
 from isoloss.report.charts import Spec, layer, nominal
 from isoloss.report.html import Card, Section, page
@@ -81,6 +82,7 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
     ]
     outcomes = list(dict.fromkeys(each.outcome for each in associations))
     asked = " and ".join(outcomes) if 0 < len(outcomes) < 3 else "what"
+    measured = [f"{name}: {MEASURES.summary(MEASURES.match(name)[0])}" for name in table.config.measured]
     lede = f"{len(suite.rows)} checkpoints"
     if answers:
         lede += (
@@ -97,7 +99,7 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
         Section(title="Every answer", body="\n".join(each.sentence() for each in answers), folded=True),
         Section(title="Every test", body=_tests(answers) if answers else "", folded=True),
         Section(title="Every checkpoint", body=suite.checkpoints(), folded=True),
-        Section(title="How to read this", body=_READING, folded=True),
+        Section(title="How to read this", body="\n".join([_READING, *measured]), folded=True),
         Section(title="How it was measured", body=_made(table, command), folded=True),
     ]
     return page(
