@@ -60,8 +60,7 @@ CHECKPOINTS, SUITES = 6, {5: 2000, 10: 1000, 24: 500}  # of a cluster; by how ma
 CORRELATIONS = (0.0, 0.6)
 DESIGNS = {  # how much the loss differs between clusters, in nats, and the part of the checkpoints that are missing
     "the loss falls along the steps": (0.2, 0.0),
-    "the loss differs between clusters, too": (1.5, 0.0),
-    "the same, and 30 % of the checkpoints are missing": (1.5, 0.3),
+    "the loss differs between clusters, too, and 30 % of the checkpoints are missing": (1.5, 0.3),
 }
 PART_OF_CLUSTERS = 0.5  # of the variance at one loss
 TRUE_PAIRS, TRUE_ROWS = 16, 10  # of the true rises under noise: pairs of draws for each part of every 10th row

@@ -86,6 +86,8 @@ MEASURES = {
         "nf4-rise": "nf4_rise",
         "noise-rise": "noise_rise",
         "barrier": "barrier",
+        "frontier": "frontier",
+        "llc": "llc",
         "directional-sharpness": "directional_sharpness",
         "critical-sharpness": "critical_sharpness",
         "gradient-noise-scale": "gradient_noise_scale",
@@ -103,6 +105,7 @@ MEASURES = {
         "projected-TASK-WIDTH": "Projected",
         "finetune-TASK": "Finetune",
         "features": "Features",
+        "effective-rank": "effective_rank",
     },
     "isoloss.lab.evaluation.measures.spans": {"span-LEVEL": "Span"},
     "isoloss.lab.evaluation.measures.brackets": {

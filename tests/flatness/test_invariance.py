@@ -33,16 +33,14 @@ from isoloss.flatness._rescaling.apply import rescaled
 from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.flatness.formats import FORMATS
 from isoloss.lab.evaluation.measures.flatness import flatness_measures
+from isoloss.lab.evaluation.measures.transfer import effective_rank
 
 HEADS, SIZE, INNER = 2, 2, 5
 WIDTH = HEADS * SIZE
 DOCS = Path(__file__).parents[2] / "docs" / "method" / "flatness.md"
-# the trace of another model, and so no row of its own
-FLATNESS = [
-    name
-    for name in flatness_measures()
-    if "-in-SIZE" not in name and name != "rescaling-control"  # of another model
-]
+# traces of other models, and so no rows of their own; what moves away from the weights by random or many steps
+_OTHERS = ("rescaling-control", "frontier", "llc")
+FLATNESS = [name for name in flatness_measures() if "-in-SIZE" not in name and name not in _OTHERS]
 
 
 @functools.cache
@@ -194,6 +192,10 @@ def agreement(model):
     return torch.tensor(found.value, dtype=torch.float64)
 
 
+def ranks(model):
+    return torch.tensor([each.value for each in effective_rank(model, batches()).values()], dtype=torch.float64)
+
+
 VALUES = {
     "squared-norm": lambda model: torch.tensor(squared_parameter_norm(model).value, dtype=torch.float64),
     "trace": lambda model: fisher(model).trace(),
@@ -212,6 +214,7 @@ VALUES = {
     **{f"{name}-rise": rise(rounding) for name, rounding in FORMATS.items()},
     "noise-rise": noise,
     "barrier": barrier,
+    "effective-rank": ranks,
     "critical-sharpness": estimated(critical_sharpness),
     "gradient-noise-scale": estimated(gradient_noise_scale),
     "gradient-agreement": agreement,

@@ -197,7 +197,7 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     few = {name: values[:16] for name, values in columns.items()}
     first, *_ = associate(few, **pairs)
     assert first.detectable == 1
-    assert first.sentence().endswith("; this suite could show no correlation, however large.")
+    assert first.sentence().endswith("after Holm; none of so many pairs can be shown without more seeds.")
     assert not first.shown
 
 

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from isoloss.flatness.directional import critical_sharpness, directional_sharpness
     from isoloss.flatness.fisher import empirical_fisher_trace, fisher_trace
     from isoloss.flatness.formats import Rounding
+    from isoloss.flatness.frontier import forgetting_frontier
     from isoloss.flatness.gradient_noise import gradient_agreement, gradient_noise_scale
     from isoloss.flatness.gradients import diagonal_fisher, per_sequence_grad_norms
     from isoloss.flatness.hessian import hessian_trace
+    from isoloss.flatness.learning_coefficient import local_learning_coefficient
     from isoloss.flatness.norms import (
         fisher_rao_norm,
         relative_flatness,
@@ -45,11 +47,13 @@ __all__ = [
     "evaluating",
     "fisher_rao_norm",
     "fisher_trace",
+    "forgetting_frontier",
     "gradient_agreement",
     "gradient_noise_scale",
     "hessian_trace",
     "interpolation_barrier",
     "largest_eigenvalues",
+    "local_learning_coefficient",
     "loss_rises",
     "noise_sharpness",
     "per_sequence_grad_norms",
@@ -71,9 +75,11 @@ _MODULES = {
     "directional": ("critical_sharpness", "directional_sharpness"),
     "fisher": ("empirical_fisher_trace", "fisher_trace"),
     "formats": ("Rounding",),
+    "frontier": ("forgetting_frontier",),
     "gradient_noise": ("gradient_agreement", "gradient_noise_scale"),
     "gradients": ("diagonal_fisher", "per_sequence_grad_norms"),
     "hessian": ("hessian_trace",),
+    "learning_coefficient": ("local_learning_coefficient",),
     "norms": ("fisher_rao_norm", "relative_flatness", "squared_parameter_norm", "weighted_fisher_trace"),
     "robustness": ("Noise", "loss_rises"),
     "sharpness": ("noise_sharpness", "sam_sharpness"),

@@ -22,7 +22,15 @@ from isoloss.flatness._ghost.capture import Capture, PositionSelection
 from isoloss.flatness._ghost.engine import plain_logits, predict
 from isoloss.flatness._measurement import MeasureOptions, model_details
 from isoloss.flatness._parameters import check_reached, counted_parameters, requiring_gradients
-from isoloss.model_checks import architecture, device_of, eager_with_grad, is_causal, refuse_dropout
+from isoloss.model_checks import (
+    architecture,
+    device_of,
+    eager_with_grad,
+    forward_arguments,
+    is_causal,
+    logits_of_output,
+    refuse_dropout,
+)
 from isoloss.text.clusters import SequenceClusters
 
 # what torch says where a function has a first derivative only
@@ -144,6 +152,25 @@ class MeanLoss:
             rows = ((clusters == number).nonzero()[:, 0] for clusters in self._clusters)
             parts = [batch.checked.rows(own) for batch, own in zip(self.batches, rows, strict=True) if len(own)]
             yield self._sum([part for part in parts if part.predicts], of_batch, "the gradient of the loss")
+
+    @contextmanager
+    def training(self) -> Iterator[Callable[[Batch], tuple[float, Sequence[torch.Tensor]]]]:
+        """Yield what gives the mean loss of a batch and its gradient by each parameter, while weights may change.
+
+        Without the checks of `value`, by which the model must have run on the batch before.
+        """
+        arguments: dict[int, dict[str, Any]] = {}
+        with eager_with_grad(self.model) as plain, requiring_gradients(self.parameters):
+
+            def of_batch(batch: Batch) -> tuple[float, Sequence[torch.Tensor]]:
+                if id(batch) not in arguments:
+                    arguments[id(batch)] = forward_arguments(plain, batch.inputs)
+                logits = logits_of_output(plain(**arguments[id(batch)]))[batch.predicted]
+                loss = _losses(logits, batch).mean()
+                gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
+                return float(loss.detach()), gradients
+
+            yield of_batch
 
     def hessian_product(self, vector: torch.Tensor) -> torch.Tensor:
         """Return (P,): the Hessian times a vector (P,)."""

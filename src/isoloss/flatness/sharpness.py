@@ -237,6 +237,13 @@ def weights_restored(parameters: Iterable[nn.Parameter]) -> Iterator[list[torch.
                 parameter.copy_(original)
 
 
+def refuse_half_precision(loss: MeanLoss) -> None:
+    """Raise where many small steps of the weights would be lost in their rounding."""
+    for name, parameter in loss.parameters.items():
+        if parameter.dtype.itemsize < torch.float32.itemsize:
+            raise IsolossError(f"{name} is {parameter.dtype}, in which small steps are lost: load the model in float32")
+
+
 def move_weights(
     parameters: Mapping[str, nn.Parameter], originals: list[torch.Tensor], offsets: list[torch.Tensor]
 ) -> None:

@@ -99,9 +99,9 @@ class Association:
         ]
         if self.over_levels is not None and not _without_0(self.over_levels):
             intervals[1] += ", which does not show it"
-        smallest, could = f"{self.detectable:.2f}", "this suite could show no correlation, however large"
-        if smallest != "1.00":
-            could = f"the smallest correlation that this suite could show is {smallest}"
+        could = f"the smallest correlation that this suite could show is {self.detectable:.2f}"
+        if self.detectable == 1:
+            could = f"none of so many pairs can be shown without more {self.over[0].removesuffix('s')}s"
         return (
             f"At one loss, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}: "
             f"r = {self.pearson.value:.2f} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; "

@@ -52,6 +52,7 @@ NAMED = {
     "few-shot-TASK-NUMBER": "few-shot-root-20",
     "projected-TASK-WIDTH": "projected-root-8",
     "span-LEVEL": "span-1",
+    "lm-eval-TASK": "lm-eval-lastword",
 }
 SMALL = {
     "loss_sentences": 40,
@@ -67,8 +68,8 @@ SMALL = {
     "sharpness_batch_size": 8,
 }
 LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)
-# these are of two checkpoints and of two texts, and have tests of their own
-FLATNESS = [name for name in flatness_measures() if name not in ("barrier", "gradient-agreement")]
+# with tests of their own: of two checkpoints, of two texts, of chains that are to converge
+FLATNESS = [name for name in flatness_measures() if name not in ("barrier", "gradient-agreement", "frontier", "llc")]
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +125,9 @@ def test_the_settings_of_a_measure_are_recorded_with_its_results(name):
 
 
 def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp_path):
-    # those of brackets and of runs have tests of their own
-    others = ("generalization-gap", "barrier", "directional-sharpness", "gradient-agreement")
+    # those of brackets, of runs, of text, of another package and of chains that are to converge have tests of their own
+    others = ("generalization-gap", "barrier", "directional-sharpness", "gradient-agreement", "lm-eval-TASK")
+    others = (*others, "frontier", "llc")
     names = [name for name in MEASURES if not name.startswith("bracket-") and name not in others]
     asked = [NAMED.get(name, name) for name in names]
     words = ("measure", checkpoints / "a", "--language", config_file(tmp_path), "--measures", *asked, *options(names))

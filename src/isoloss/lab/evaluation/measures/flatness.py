@@ -75,6 +75,8 @@ Matrix = Annotated[
     "largest-eigenvalue, spectral-density: the Gauss-Newton matrix (the Fisher), or the Hessian at the given labels.",
 ]
 
+_FRONTIER_BATCH = 8  # sequences in a step of fine-tuning
+
 
 def flatness_measures() -> dict[str, type[FunctionMeasure]]:
     """Return the measures of a model and sequences alone, which `isoloss compare` takes too, by name."""
@@ -412,6 +414,39 @@ def noise_rise(
     return loss_rises(model, batches, {"noise": change}, causal=causal, progress=progress)["noise"]
 
 
+def llc(
+    model: Any,
+    batches: Any,
+    *,
+    llc_localization: Annotated[
+        float, setting(above=0), "llc: strength of the pull back to the checkpoint's weights."
+    ] = 300.0,
+    llc_step_size: Annotated[float, setting(above=0), "llc: length of a step of the sampler."] = 1e-4,
+    llc_chains: Annotated[int, setting(minimum=2), "llc: chains of the sampler."] = 4,
+    llc_draws: Annotated[int, setting(minimum=4), "llc: draws of each chain."] = 200,
+    llc_burn_in: Annotated[int, setting(minimum=0), "llc: steps of each chain before its draws."] = 200,
+    llc_batch_size: Annotated[int, setting(minimum=1), "llc: sequences in a step of the sampler."] = 32,
+    seed: int = 0,
+    causal: bool | None = None,
+    progress: Any = None,
+) -> Estimate:
+    """Local learning coefficient by Langevin dynamics; refused where its chains have not converged."""
+    from isoloss import flatness
+
+    return flatness.local_learning_coefficient(
+        model,
+        _in_batches(batches, llc_batch_size),
+        localization=llc_localization,
+        step_size=llc_step_size,
+        num_chains=llc_chains,
+        num_draws=llc_draws,
+        burn_in=llc_burn_in,
+        seed=seed,
+        causal=causal,
+        progress=progress,
+    )
+
+
 def _why_no_barrier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
     named = getattr(measure, "barrier_with")  # noqa: B009 - a setting
     return None if named else "barrier_with names no other checkpoint"
@@ -435,6 +470,57 @@ def barrier(
 
     other = load_model(last_checkpoint(barrier_with), device=str(model.device), dtype=model.dtype).model
     return flatness.interpolation_barrier(model, other, batches, causal=causal, progress=progress)
+
+
+def _why_no_frontier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
+    if not getattr(measure, "frontier_with"):  # noqa: B009 - a setting
+        return "frontier_with names no other text"
+    return (
+        "it takes two texts, and the model is measured on a language: add --data" if context.read_text is None else None
+    )
+
+
+@requires(_why_no_frontier)
+def frontier(
+    model: Any,
+    batches: Any,
+    *,
+    frontier_with: Annotated[
+        str,
+        setting(),
+        "frontier: the other text, whose one half is trained on: a file, a folder or a dataset, as for --data.",
+    ] = "",
+    frontier_gain: Annotated[
+        float, setting(above=0), "frontier: the gain on the other text at which the forgetting is given, in nats."
+    ] = 0.1,
+    frontier_rates: Annotated[tuple[float, ...], setting(), "frontier: learning rates, in ascending order."] = (
+        *(3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
+    ),
+    frontier_steps: Annotated[
+        int, setting(minimum=1), "frontier: steps of AdamW, each on 8 sequences of the other text."
+    ] = 32,
+    seed: int = 0,
+    read_text: Any,
+    causal: bool | None = None,
+    progress: Any = None,
+) -> dict[str, Estimate]:
+    """Forgetting at one gain of a short fine-tuning on another text, and both over learning rates."""
+    from isoloss import flatness
+
+    # a half is trained on, once where there is so much
+    new = read_text(Path(frontier_with), 2 * _FRONTIER_BATCH * frontier_steps, seed)
+    found = flatness.forgetting_frontier(
+        model,
+        batches,
+        new.cut(_FRONTIER_BATCH).batches,
+        gain=frontier_gain,
+        learning_rates=frontier_rates,
+        num_steps=frontier_steps,
+        causal=causal,
+        progress=progress,
+    )
+    about = {"new": new.description, "new_sha256": digest_batches(new.batches)}
+    return {name: dataclasses.replace(each, details={**each.details, **about}) for name, each in found.items()}
 
 
 # --- curvature -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,220 @@
+"""The local learning coefficient: how large the volume of weights around the model is whose loss is nearly the same.
+
+Shapes: C chains of D draws. The example measures the model and the batches of the example of
+`isoloss.flatness.fisher_trace`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from isoloss import seeds
+from isoloss.errors import IsolossError
+from isoloss.flatness._curvature import MeanLoss
+from isoloss.flatness.sharpness import refuse_half_precision, weights_restored
+from isoloss.model_checks import device_of
+from isoloss.statistics.estimate import Estimate
+
+_LARGEST_R_HAT = 1.05
+_FEWEST_DRAWS = 100  # effective ones
+_SAME = 0.05  # of the value: a smaller difference of the two step sizes does not matter
+_ERRORS = 3.0  # of the difference of the two, beyond which it is no chance
+
+
+def local_learning_coefficient(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    localization: float = 300.0,
+    step_size: float = 1e-4,
+    num_chains: int = 4,
+    num_draws: int = 200,
+    burn_in: int = 200,
+    seed: int = 0,
+    causal: bool | None = None,
+    num_sequences: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Estimate:
+    """Estimate the local learning coefficient by stochastic gradient Langevin dynamics (Lau et al. 2023).
+
+    With L the mean loss per predicted token over n sequences and w* the given weights, it is
+    `n beta (E[L(w)] - L(w*))` at the inverse temperature `beta = 1 / log n`, the mean over weights with a density
+    proportional to `exp(-n beta L(w) - gamma / 2 |w - w*|^2)` (arXiv:2308.12108, section 4). Where the loss is
+    quadratic with the Hessian's eigenvalues h and the weights are a minimum, it is
+    `sum_i n beta h_i / (n beta h_i + gamma) / 2`: half the number of parameters that the localization gamma leaves
+    free. Where the loss is flatter than quadratic, it is smaller.
+
+    A step of length epsilon is `-epsilon / 2 (n beta grad L_b(w) + gamma (w - w*)) + sqrt(epsilon) noise`, with L_b the
+    mean loss of one of the batches, drawn at random. A draw is `L_b(w) - L_b(w*)`, so that the batch's own level
+    cancels.
+
+    Chains that have not converged give numbers that follow the settings. So there is no estimate unless split R-hat
+    over chains is at most 1.05 and there are at least 100 effective draws (Gelman et al. 2013, Bayesian Data Analysis,
+    sections 11.4 and 11.5), at this step and at half of it with twice as many draws, and both steps give values that
+    are within 5 %, or 3 errors, of each other. The value is that of half the step.
+
+    Args:
+        model: As for `fisher_trace`, with any attention. Its weights are moved, and set back bit for bit.
+        batches: As for `fisher_trace`; the labels' values count. The value depends on how many sequences there are in
+            all, through beta, and hardly on the size of batches. All are kept in memory.
+        localization: gamma, which keeps the chains near the weights.
+        step_size: epsilon.
+        num_chains: C, at least 2. All begin at the given weights.
+        num_draws: D, steps of a chain that count, at least 4.
+        burn_in: Steps of a chain before these.
+        seed: Decides batches and noise. Another device has other noise.
+        causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
+        num_sequences: Stop after this many sequences; None: at the end of the batches.
+        progress: Called with the number of chains done, of `2 num_chains`.
+
+    Returns:
+        The coefficient, which has no unit. The error covers the draws, by the variance over chains and draws over the
+        effective draws, and the length of the step, by the difference of both values; the inputs are given. Its details
+        have `r_hat`, `effective_draws` and, of the whole step, value and error `at_step`.
+
+    Raises:
+        IsolossError: The chains have not converged, or left all finite losses; an argument is out of its range, a batch
+            does not fit, there are fewer than 2 sequences, or the weights are in half precision.
+
+    Example:
+        >>> from isoloss.errors import IsolossError
+        >>> from isoloss.examples import tiny_bert
+        >>> from isoloss.flatness import local_learning_coefficient
+        >>> model, batches = tiny_bert()
+        >>> try:
+        ...     found = local_learning_coefficient(model, batches, num_draws=10, burn_in=0)
+        ... except IsolossError as error:
+        ...     print(str(error).split(":")[0])
+        the chains have not converged
+    """
+    for name, number in (("localization", localization), ("step_size", step_size)):
+        if not 0 < number < math.inf:
+            raise IsolossError(f"{name} is {number}; it must be more than 0 and finite")
+    for name, count, least in (("num_chains", num_chains, 2), ("num_draws", num_draws, 4), ("burn_in", burn_in, 0)):
+        if count < least:
+            raise IsolossError(f"{name} is {count}; it must be at least {least}")
+    loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
+    refuse_half_precision(loss)
+    if loss.num_sequences < 2:
+        raise IsolossError("the inverse temperature 1 / log n needs at least 2 sequences")
+    level, heat = loss.value(), loss.num_sequences / math.log(loss.num_sequences)
+    sampler = _Sampler(loss, heat, localization, seed)
+    runs = []
+    for number, parts in enumerate((1, 2)):
+        chains = []
+        for chain in range(num_chains):
+            chains.append(sampler.rises(step_size / parts, parts * burn_in, parts * num_draws, parts, chain))
+            if progress is not None:
+                progress(number * num_chains + chain + 1)
+        runs.append(chain_mean(heat * torch.stack(chains)))
+    whole, half = runs
+    # to first order in the step, what is still wrong at half of it
+    apart = abs(whole.value - half.value)
+    alike = apart <= max(_SAME * abs(half.value), _ERRORS * math.hypot(whole.stderr, half.stderr))
+    mixed = all(run.r_hat <= _LARGEST_R_HAT and run.effective_draws >= _FEWEST_DRAWS for run in runs)
+    if not (alike and mixed):
+        values, hats, draws = (
+            " and ".join(format(getattr(run, name), form) for run in runs)
+            for name, form in (("value", ".4g"), ("r_hat", ".3f"), ("effective_draws", ".0f"))
+        )
+        raise IsolossError(
+            f"the chains have not converged: at the step {step_size:g} and at half of it the values are {values}, "
+            f"R-hat {hats} (at most {_LARGEST_R_HAT}), and the effective draws {draws} (at least {_FEWEST_DRAWS}): "
+            f"take {'more draws and a longer burn-in, or a stronger localization' if alike else 'a smaller step'}"
+        )
+    settings = {"localization": localization, "step_size": step_size, "draws": num_draws, "burn_in": burn_in}
+    return Estimate(
+        value=half.value,
+        stderr=math.hypot(half.stderr, apart),
+        samples=int(half.effective_draws),
+        unit="learning coefficient",
+        num_predictions=loss.num_positions,
+        num_probes=num_chains,
+        method="local learning coefficient, stochastic gradient Langevin dynamics",
+        details={
+            **loss.details(seed),
+            **settings,
+            "inverse_temperature": heat,
+            "loss": level,
+            "r_hat": half.r_hat,
+            "effective_draws": half.effective_draws,
+            "at_step": [whole.value, whole.stderr],
+            "clusters": "effective draws",
+            "error_covers": "draws and the length of the step, given these inputs",
+        },
+    )
+
+
+class _Sampler:
+    """Runs chains from the same weights."""
+
+    def __init__(self, loss: MeanLoss, heat: float, localization: float, seed: int) -> None:
+        self._loss, self._heat, self._localization, self._seed = loss, heat, localization, seed
+        self._batches = [batch.checked for batch in loss.batches if batch.checked.predicts]
+        # batches by their predictions: then the mean of their losses is L
+        self._weights = torch.tensor([len(batch.targets) for batch in self._batches], dtype=torch.float64)
+        with loss.training() as of_batch:
+            self._before = [of_batch(batch)[0] for batch in self._batches]
+
+    def rises(self, step_size: float, burn_in: int, num_draws: int, *names: int) -> torch.Tensor:
+        """Return (D,) float64: the draws of a chain, whose random numbers are called `names`."""
+        parameters: list[torch.Tensor] = [*self._loss.parameters.values()]
+        rises = []
+        generator = seeds.generator(self._seed, "llc batches", *names)
+        order = torch.multinomial(self._weights, burn_in + num_draws, replacement=True, generator=generator).tolist()
+        noise = torch.Generator(device_of(self._loss.model)).manual_seed(seeds.derive(self._seed, "llc", *names))
+        pull = step_size / 2 * self._localization
+        with weights_restored(self._loss.parameters.values()) as originals, self._loss.training() as of_batch:
+            for number in order:
+                value, gradients = of_batch(self._batches[number])
+                if not math.isfinite(value):
+                    raise IsolossError(f"a chain left all finite losses at the step {step_size:g}: take a smaller one")
+                rises.append(value - self._before[number])
+                drawn = torch.randn(self._loss.num_parameters, generator=noise, device=noise.device)
+                with torch.no_grad():
+                    # as one: a small model's time is all overhead
+                    torch._foreach_lerp_(parameters, originals, pull)
+                    torch._foreach_add_(parameters, [*gradients], alpha=-step_size / 2 * self._heat)
+                    torch._foreach_add_(parameters, self._loss.split(drawn), alpha=math.sqrt(step_size))
+        return torch.tensor(rises[burn_in:], dtype=torch.float64)
+
+
+class ChainMean(NamedTuple):
+    """The mean over chains, and how far it can be trusted."""
+
+    value: float
+    stderr: float
+    r_hat: float  # the deviation over all draws over that within halves of chains; near 1 where all tell the same
+    effective_draws: float  # how many independent draws tell as much
+
+
+def chain_mean(draws: torch.Tensor) -> ChainMean:
+    """Return the mean of draws (C, D) of a stationary process, by the halves of the chains.
+
+    With W the variance within halves and B that of their means, the variance of a draw is
+    `V = (1 - 1 / n) W + B` for halves of n draws, R-hat is `sqrt(V / W)`, and the effective draws are C D over the
+    autocorrelation time, summed while sums of neighboring autocorrelations are above 0 and fall (Geyer 1992, section
+    3.3; the combination over chains is that of Bayesian Data Analysis, section 11.5).
+    """
+    n = draws.shape[1] // 2
+    halves = torch.cat([draws[:, :n], draws[:, -n:]])
+    centered = halves - halves.mean(dim=1, keepdim=True)
+    # products at each lag, by the Fourier transform of the draws and as many zeros
+    power = torch.fft.rfft(centered, 2 * n).abs().square()
+    products = torch.fft.irfft(power, 2 * n)[:, :n].mean(dim=0) / n
+    within = float(halves.var(dim=1).mean())
+    variance = (1 - 1 / n) * within + float(halves.mean(dim=1).var())
+    correlations = 1 - (within - products * n / (n - 1)) / variance
+    correlations[0] = 1.0
+    pairs = correlations[: n // 2 * 2].view(-1, 2).sum(dim=1)
+    positive = int((pairs > 0).long().cumprod(dim=0).sum())
+    time = 2 * float(pairs[:positive].cummin(dim=0).values.sum()) - 1
+    # negative correlations may make draws better than independent ones, but no more than this is believed
+    effective = halves.numel() / max(time, 1 / math.log10(halves.numel()))
+    r_hat = math.sqrt(variance / within) if within > 0 else math.nan
+    return ChainMean(float(halves.mean()), math.sqrt(variance / effective), r_hat, effective)
