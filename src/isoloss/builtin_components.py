@@ -105,6 +105,7 @@ MEASURES = {
         "projected-TASK-WIDTH": "Projected",
         "finetune-TASK": "Finetune",
         "features": "Features",
+        "effective-rank": "effective_rank",
     },
     "isoloss.lab.evaluation.measures.spans": {"span-LEVEL": "Span"},
     "isoloss.lab.evaluation.measures.brackets": {

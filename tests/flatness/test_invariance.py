@@ -33,6 +33,7 @@ from isoloss.flatness._rescaling.apply import rescaled
 from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.flatness.formats import FORMATS
 from isoloss.lab.evaluation.measures.flatness import flatness_measures
+from isoloss.lab.evaluation.measures.transfer import effective_rank
 
 HEADS, SIZE, INNER = 2, 2, 5
 WIDTH = HEADS * SIZE
@@ -191,6 +192,10 @@ def agreement(model):
     return torch.tensor(found.value, dtype=torch.float64)
 
 
+def ranks(model):
+    return torch.tensor([each.value for each in effective_rank(model, batches()).values()], dtype=torch.float64)
+
+
 VALUES = {
     "squared-norm": lambda model: torch.tensor(squared_parameter_norm(model).value, dtype=torch.float64),
     "trace": lambda model: fisher(model).trace(),
@@ -209,6 +214,7 @@ VALUES = {
     **{f"{name}-rise": rise(rounding) for name, rounding in FORMATS.items()},
     "noise-rise": noise,
     "barrier": barrier,
+    "effective-rank": ranks,
     "critical-sharpness": estimated(critical_sharpness),
     "gradient-noise-scale": estimated(gradient_noise_scale),
     "gradient-agreement": agreement,

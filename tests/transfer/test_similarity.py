@@ -10,7 +10,7 @@ import torch
 
 from isoloss.errors import IsolossError
 from isoloss.transfer import effective_dimension, effective_rank, gram_matrix, linear_cka
-from isoloss.transfer.similarity import exact_features, from_upper_triangle, upper_triangle
+from isoloss.transfer.similarity import exact_features, from_upper_triangle, state_ranks, upper_triangle
 
 
 def features(n: int, width: int, seed: int = 0) -> np.ndarray:
@@ -208,3 +208,30 @@ def test_features_that_do_not_vary_have_no_dimension():
         effective_dimension(np.zeros((6, 6)))
     with pytest.raises(IsolossError, match="too few or too similar"):
         effective_rank(np.zeros((6, 6)))
+
+
+def test_the_ranks_of_token_states_are_those_of_a_known_spectrum():
+    """States whose covariance has the given eigenvalues exactly; the error is the jackknife's by leaving out."""
+    draw = np.random.default_rng(0)
+    deviations = np.array([3.0, 2.0, 2.0, 1.0, 0.5])
+    x = draw.normal(size=(600, 5))
+    x -= x.mean(axis=0)
+    whitened = x @ np.linalg.inv(np.linalg.cholesky(x.T @ x / 600)).T
+    rotation = np.linalg.qr(draw.normal(size=(5, 5)))[0]
+    states = torch.from_numpy((whitened * deviations) @ rotation + 4)
+    clusters = torch.arange(600) // 10
+    found = state_ranks(states, clusters)
+    p = deviations / deviations.sum()
+    assert found["effective-rank"].value == pytest.approx(np.exp(-(p * np.log(p)).sum()), rel=1e-10)
+    v = deviations**2
+    assert found["participation-ratio"].value == pytest.approx(v.sum() ** 2 / (v**2).sum(), rel=1e-10)
+    number = int(clusters.max()) + 1
+    without = [
+        {name: each.value for name, each in state_ranks(states[clusters != i], clusters[clusters != i]).items()}
+        for i in range(number)
+    ]
+    for name, estimate in found.items():
+        off = np.array([each[name] - estimate.value for each in without])
+        assert estimate.stderr == pytest.approx(np.sqrt((number - 1) / number * (off**2).sum()), rel=0.1)
+    with pytest.raises(IsolossError, match="the states of all tokens are the same"):
+        state_ranks(torch.ones(6, 3), torch.arange(6))

@@ -18,7 +18,15 @@ from safetensors import safe_open
 
 from isoloss import files, seeds
 from isoloss.errors import IsolossError
-from isoloss.model_checks import architecture, max_length, run_on_ids, states_before_output, takes_mask, unwrapped
+from isoloss.model_checks import (
+    architecture,
+    forward_arguments,
+    max_length,
+    run_on_ids,
+    states_before_output,
+    takes_mask,
+    unwrapped,
+)
 from isoloss.text.masking import Sentences
 from isoloss.transfer.config import Pooling
 
@@ -122,6 +130,15 @@ def extract(
         if math.prod(shape) * dtype.itemsize > memory_bytes:
             return store(path, blocks, shape=shape, dtype=dtype)
     return torch.cat(list(blocks))
+
+
+@torch.no_grad()
+def last_states(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """Return (B, T, d): the last hidden states, of your own module the input of its output layer."""
+    if is_custom_module(model):
+        return states_before_output(unwrapped(model), inputs)
+    backbone = backbone_of(model)
+    return _states(backbone, -1, forward_arguments(backbone, inputs))
 
 
 def projection_matrix(width: int, columns: int, seed: int, *draw: int) -> torch.Tensor:

@@ -173,6 +173,58 @@ def effective_rank(gram: ArrayLike) -> Estimate:
     )
 
 
+def state_ranks(states: torch.Tensor, clusters: torch.Tensor) -> dict[str, Estimate]:
+    r"""Return the effective rank and the participation ratio of many token states (m, d), with errors over clusters.
+
+    Both are of the covariance of all states, so m should be far above d; see `effective_rank` and
+    `effective_dimension`. A change of the covariance by a cluster moves eigenvalue l_k by its mean of (v_k'x)^2 - l_k,
+    for the eigenvector v_k and centered states x; the error is the jackknife's, to first order.
+
+    Args:
+        states: (m, d), in any floating-point type.
+        clusters: (m,) int64, the cluster of each state, such as its document, from 0.
+
+    Raises:
+        IsolossError: The states are all the same, or of a single cluster.
+
+    Example:
+        >>> import torch
+        >>> from isoloss.transfer.similarity import state_ranks
+        >>> x = torch.randn(8000, 20, generator=torch.Generator().manual_seed(0))
+        >>> {name: str(each) for name, each in state_ranks(x, torch.arange(8000) // 40).items()}
+        {'effective-rank': '19.99368 ± 0.00090 dimensions', 'participation-ratio': '19.9491 ± 0.0073 dimensions'}
+    """
+    import torch
+
+    from isoloss.statistics.ratio import by_leaving_out, from_influence
+
+    mean, blocks = states.mean(dim=0, dtype=torch.float64), torch.split(states, _COLUMNS)
+    covariance = sum(((x := block - mean).T @ x for block in blocks), torch.zeros(())) / len(states)
+    values, vectors = torch.linalg.eigh(covariance)
+    kept = values > _NEGLIGIBLE * values[-1]
+    if not bool(kept.any()):
+        raise IsolossError("the states of all tokens are the same, so they have no dimensions")
+    values, vectors = values[kept], vectors[:, kept]
+    p, rank = _shares(values.numpy())
+    total, square = values.sum(), values.square().sum()
+    ratio = float(total**2 / square)
+    # the derivatives of both by each eigenvalue; each times its eigenvalue, they add up to 0
+    of_rank = -rank / 2 * torch.from_numpy(p * np.log(p * rank)) / values
+    of_ratio = 2 * ratio * (1 / total - values / square)
+    slopes = torch.stack([of_rank, of_ratio], dim=1)
+    moved = torch.cat([((block - mean) @ vectors).square() @ slopes for block in blocks])
+    number = int(clusters.max()) + 1
+    sums = moved.new_zeros(number, 2).index_add_(0, clusters, moved)
+    sizes = clusters.bincount(minlength=number).double()
+    psi = by_leaving_out(sums, sizes)
+    return {
+        name: from_influence(value, psi[:, k], sizes, unit="dimensions", method=f"{method} of centered token states")
+        for k, (name, value, method) in enumerate(
+            (("effective-rank", rank, "RankMe"), ("participation-ratio", ratio, "participation ratio"))
+        )
+    }
+
+
 def exact_features(features: torch.Tensor, probabilities: torch.Tensor, truth: torch.Tensor) -> dict[str, Estimate]:
     """Return what `effective_dimension`, `effective_rank` and `linear_cka` estimate, over all sentences of a language.
 

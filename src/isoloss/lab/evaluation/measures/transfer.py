@@ -548,6 +548,25 @@ _OF_SAMPLED = (
 # --- features --------------------------------------------------------------------------------------------------------
 
 
+def effective_rank(model: Any, batches: Any, *, causal: bool | None = None) -> dict[str, Estimate]:
+    """Effective rank and participation ratio of the last hidden states where tokens are predicted, over documents."""
+    import torch
+
+    from isoloss.flatness._curvature import MeanLoss
+    from isoloss.transfer.features import last_states
+    from isoloss.transfer.similarity import state_ranks
+
+    loss = MeanLoss(model, batches, causal=causal)
+    states, clusters = [], []
+    numbers = torch.split(loss.clusters, [len(batch.clusters) for batch in loss.batches])
+    for batch, own in zip((each.checked for each in loss.batches), numbers, strict=True):
+        states.append(last_states(model, batch.inputs)[batch.predicted].cpu())
+        clusters.append(own[batch.predicted.nonzero()[:, 0].cpu()])
+    found = state_ranks(torch.cat(states), torch.cat(clusters))
+    about = {**loss.details(0), "clusters": loss.clusters_name, "error_covers": "inputs"}
+    return {name: dataclasses.replace(estimate, details=about) for name, estimate in found.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Features(SeededMeasure):
     """Effective rank and dimension of the last hidden states, and their CKA with the truth; keeps their Gram matrix."""
