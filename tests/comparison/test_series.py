@@ -125,7 +125,7 @@ def test_two_series_are_compared_where_they_have_one_loss():
 def test_series_whose_losses_never_overlap_have_no_pair():
     comparison = compared(run("a", [3.0, 2.8], [10.0, 20.0]) | run("b", [2.0, 1.8], [9.0, 16.0]))
     assert comparison.pairs_at_one_loss == {"b": []}
-    assert comparison.texts()[-1].endswith("nats) never overlap, so they have no pair at one loss.")
+    assert comparison.texts()[-1] == "The losses of a and b never overlap, so they have no pair at one loss."
     assert comparison.answers()[0].answer == "No verdict: the losses never overlap"
 
 

@@ -175,7 +175,8 @@ def main(arguments: list[str]) -> int:
             common.say("")
             common.say_wrapped(text)
         if len(compared.models) > 1 and failed is None:
-            common.say_next(_next(args, arguments, compared.open_reasons(), num_sequences if has_more else None))
+            reasons = () if compared.series else compared.verdict().reasons
+            common.say_next(_next(args, arguments, reasons, num_sequences if has_more else None))
     # last, so that a full disk does not cost the table
     _write(args, compared, common.command("compare", *arguments), more)
     if failed is None:

@@ -20,7 +20,6 @@ from isoloss.checkpoints.places import series_of
 from isoloss.comparison.series import Pair, Series, jumps, moves, pairs, summary
 from isoloss.comparison.verdict import (
     REASONS,
-    Reason,
     TraceComparison,
     Verdict,
     copies_in_words,
@@ -155,13 +154,6 @@ class ModelComparison(TraceComparison):
         first, *others = self.series.items()
         return {other[0]: pairs(self, first, other, self.loss_margin) for other in others}
 
-    def open_reasons(self) -> tuple[Reason, ...]:
-        """Return why there is no verdict on the models or, of several series, on the last pair at one loss."""
-        if not self.series:
-            return self.verdict().reasons
-        last = [found[-1].comparison for found in self.pairs_at_one_loss.values() if found]
-        return tuple(reason for each in last for reason in each.verdict().reasons)
-
     def verdict(
         self, *, loss_margin: float | None = None, min_ratio: float | None = None, more: str = "more inputs"
     ) -> Verdict:
@@ -206,18 +198,19 @@ class ModelComparison(TraceComparison):
             return answers
         answers = []
         for other, found in self.pairs_at_one_loss.items():
-            question = f"{other} or {first}: which is flatter at one loss?"
-            flattest = found[-1].comparison.verdict().flattest if found else None
-            if flattest is not None:
+            answer, detail, flattest = "No verdict: the losses never overlap", "", None
+            if found:
                 last = found[-1]
-                ratio, ends = last.comparison.ratio("trace", last.second, last.first)
-                answer = f"{flattest}, at {number(last.loss)} nats"
-                detail = f"trace of {last.second} {times_in_words(ratio, ends)} {last.first}'s; {len(found)} pairs"
-            else:
-                reason = REASONS[found[-1].comparison.verdict().reasons[0]] if found else "the losses never overlap"
-                answer, detail = f"No verdict: {reason}", f"{len(found)} pairs" * bool(found)
-            holds = True if flattest is not None else None
-            answers.append(Answer(question=question, answer=answer, detail=detail, holds=holds))
+                judged, of_two = last.comparison.verdict(), times_in_words(*last.comparison.ratio("trace", *last.names))
+                flattest = judged.flattest
+                answer = (
+                    f"{flattest}, at {number(last.loss)} nats"
+                    if flattest
+                    else f"No verdict: {REASONS[judged.reasons[0]]}"
+                )
+                detail = f"trace of {last.second} {of_two} {last.first}'s; {len(found)} pairs"
+            question = f"{other} or {first}: which is flatter at one loss?"
+            answers.append(Answer(question=question, answer=answer, detail=detail, holds=True if flattest else None))
         return answers
 
     @property
@@ -240,13 +233,7 @@ class ModelComparison(TraceComparison):
             if found:
                 texts.append(summary(found, first, other, more))
                 continue
-            losses = [[self.models[model]["loss"] for model in self.series[name].values()] for name in (first, other)]
-            ends = [(min(each, key=lambda e: e.value), max(each, key=lambda e: e.value)) for each in losses]
-            (a, b), (c, d) = [tuple(map(number, two)) for two in ends]
-            texts.append(
-                f"The losses of {first} ({a} to {b} nats) and {other} ({c} to {d} nats) never overlap, so they have no "
-                "pair at one loss."
-            )
+            texts.append(f"The losses of {first} and {other} never overlap, so they have no pair at one loss.")
         return texts
 
     def _states(self, task: str) -> str:
@@ -433,7 +420,7 @@ class ModelComparison(TraceComparison):
                 "log_ratios": {
                     name: None if ratio is None else ratio.to_dict()
                     for name in pair.comparison.traces
-                    for ratio in [pair.comparison.log_ratio(name, pair.second, pair.first)]
+                    for ratio in [pair.comparison.log_ratio(name, *pair.names)]
                 },
                 "verdict": dataclasses.asdict(pair.comparison.verdict()),
             }

@@ -110,7 +110,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
         drawn = []
         for other, found in comparison.pairs_at_one_loss.items():
             for pair in found:
-                ratio, (low, high) = pair.comparison.ratio(column.name, pair.second, pair.first)
+                ratio, (low, high) = pair.comparison.ratio(column.name, *pair.names)
                 text = f"{pair.second}: {times_in_words(ratio, (low, high))} {pair.first}'s"
                 at = f"{number(pair.loss).partition(' ')[0]} nats"
                 drawn.append(Interval(row=at, series=other, value=ratio, low=low, high=high, text=text))

@@ -36,6 +36,11 @@ class Pair:
     loss: Estimate
     comparison: TraceComparison
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The second and the first, of which differences and ratios are."""
+        return self.second, self.first
+
 
 def interpolated(lower: Mapping[str, Estimate], upper: Mapping[str, Estimate], loss: Estimate) -> dict[str, Estimate]:
     r"""Return the traces of a series where its loss is `loss`, linear in the loss between two neighboring checkpoints.
