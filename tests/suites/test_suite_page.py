@@ -67,7 +67,7 @@ def test_what_is_shown_comes_first_and_every_pair_is_in_the_matrix(document, tab
     assert [key for key, each in found.items() if each.shown] == [("minimal-trace", "int4-rise")]
     assert "<p>minimal-trace: " in document  # in words
     for each in found.values():
-        assert f"{each.pearson.value:.2f}".replace("-", "−") in document
+        assert "{} ({} to {})".format(*each.pearson.texts) in document
         assert each.sentence() in document.replace("&#39;", "'")
 
 

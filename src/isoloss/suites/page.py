@@ -50,13 +50,14 @@ _PICKING = (
 )
 _READING = (
     "r at one loss is the partial correlation given the loss: what a straight line in the loss explains is taken out "
-    "of the measure and of the outcome, and r says how the rest goes together, from −1 over 0 (not at all) to 1.\n"
+    "of the measure and of the outcome, and r says how the rest goes together, from -1 over 0 (not at all) to 1.\n"
     "The interval holds the true r for 95 of 100 suites like this one. Checkpoints of one cluster are not independent: "
     "the number of clusters decides how wide it is.\n"
     "p is the probability of a correlation as strong as this if there were none, by permuting whole clusters, with "
     "Holm's correction for all pairs. A pair is shown if p is below 0.05 and the interval is without 0.\n"
     "The smallest r that the suite could show is the true correlation that is found with a probability of 80 %. A pair "
-    "that is not shown may have a correlation of up to that size.\n"
+    "that is not shown may have a correlation of up to that size. None: the suite has too few clusters for so many "
+    "pairs, and can show none before pairs are left out or clusters added.\n"
     "A jump is a step from one checkpoint of a training to the next at which the loss or the logarithm of a trace "
     f"moves more than {JUMP:g} times as far as in the median of the steps beside it, two before and two after, by the "
     "95 % intervals. The first step is none, and a training of fewer than five checkpoints has none."
@@ -87,7 +88,7 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
         lede += (
             f" in {len({*table.clusters()})} clusters ({answers[0].over[0]}). A measure predicts an "
             "outcome at one loss if the two go together among checkpoints of one loss: r is their correlation with the "
-            "loss held fixed, from −1 to 1. Shown means: more than chance, corrected for the number of pairs."
+            "loss held fixed, from -1 to 1. Shown means: more than chance, corrected for the number of pairs."
         )
     sections = [
         Section(title="Measures by outcomes", body=_matrix(associations) if associations else ""),
@@ -132,8 +133,8 @@ def _cards(answers: Sequence[Association]) -> list[Card]:
 def _with_interval(found: Correlation | None) -> str:
     if found is None:
         return "–"
-    value, low, high = (f"{round(each, 2) + 0.0:.2f}" for each in (found.value, *found.interval95))  # no -0
-    return f"{value} ({low} to {high})".replace("-", "−")
+    value, low, high = found.texts
+    return f"{value} ({low} to {high})"
 
 
 def _matrix(associations: Sequence[Association]) -> Markup:
