@@ -40,6 +40,11 @@ def test_a_table_by_checkpoint(tmp_path):
         assert (estimate.stderr, estimate.samples, estimate.is_exact) == (0, 1, False)
 
 
+def test_the_index_that_pandas_writes_is_no_outcome(tmp_path):
+    found = read_outcomes([written(tmp_path, ",checkpoint,qa\n0,runs/seed0@step10,0.5\n")], MEMBERS)
+    assert numbers(found) == {("runs/seed0@step10", "qa"): 0.5}
+
+
 def test_a_table_by_labels(tmp_path):
     text = "step\tqa\tseed\n10\t0.25\t0\n20\t0.5\t1.0\n30\t1\t1\n"
     with pytest.warns(IsolossWarning, match=r"of no checkpoint of the suite: 1 \(first: line 4, seed 1, step 30\)"):
@@ -57,6 +62,10 @@ def test_a_table_by_labels(tmp_path):
         ("seed,step,qa\n0,10,0.5\n0,10,0.6\n", "lines 2 and 3 are both of runs/seed0@step10: leave out one of them"),
         ("seed,step,qa\n0,10,inf\n", "qa of .*results.csv, line 2: the estimate is not finite"),
         ("seed,step,qa,qa_stderr\n0,10,1,-1\n", "qa of .*results.csv, line 2: stderr is -1.0; it must be at least 0"),
+        ("seed,step,qa,qa\n0,10,1,2\n", "has two columns 'qa': leave out one of them"),
+        ("seed,step,qa, qa\n0,10,1,2\n", "has two columns 'qa': leave out one of them"),
+        ('seed,step,qa,go\n0,10,"0,5",1\n', "line 2: the column qa holds no number but '0,5'"),
+        ("seed,step,qa,go\n0,10,61%,1\n", "line 2: the column qa holds no number but '61%'"),
         ("seed,step,qa\n0,10,1,2\n", "is not a readable .csv file"),
         ("", "is not a readable .csv file"),
     ],

@@ -89,6 +89,27 @@ def test_folders_of_any_name(cache):
     assert found("pairs/{seed}/seed{seed}") == {"pairs/1/seed1": {"seed": 1}}
 
 
+def test_a_name_with_two_readings_is_refused(cache):
+    for recipe in ("adamw", "adamw-4x"):
+        saved(Path("runs", f"{recipe}-7"))
+    told = "reads runs/adamw-4x-7 as recipe adamw and seed 4x-7, or as recipe adamw-4x and seed 7: say"
+    with pytest.raises(IsolossError, match=told):
+        found("runs/{recipe}-{seed}")
+    with pytest.raises(IsolossError, match=r"as labels = \{seed = \[...\]\}"):
+        found("runs/{recipe}-{seed}", labels={"recipe": ["adamw", "adamw-4x"]})
+    both = found("runs/{recipe}-{seed}", labels={"seed": [7]})
+    assert both == {f"runs/{recipe}-7": {"recipe": recipe, "seed": 7} for recipe in ("adamw", "adamw-4x")}
+    assert found("runs/{recipe}-{seed}", labels={"recipe": ["adamw-4x"]})["runs/adamw-4x-7"]["seed"] == 7
+
+
+def test_steps_that_are_named_one_by_one_are_a_series(cache):
+    """As a shell passes them on, also where it names a folder twice."""
+    for step in (10, 20):
+        saved(Path("run", f"step-{step}"))
+    names = ["run/step-10", "run/step-20", "run/step-10/", "./run/step-20", str(Path.cwd() / "run/step-10")]
+    assert found(*names) == {f"run/step-{step}": {"series": "run/step-", "step": step} for step in (10, 20)}
+
+
 @pytest.mark.parametrize(
     ("document", "told"),
     [

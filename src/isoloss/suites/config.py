@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,11 +148,12 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
     A pattern that stands for none is left out with a warning.
 
     Raises:
-        IsolossError: There are no checkpoints at all, braces hold no name that a column can have, or `cluster`, `along`
-            or `levels` is no label.
+        IsolossError: There are no checkpoints at all, braces hold no name that a column can have, a name has several
+            readings, or `cluster`, `along` or `levels` is no label.
     """
     found: dict[str, Mapping[str, int | str]] = {}
-    problems = []
+    places: dict[str, str] = {}  # one folder may be named in several ways, and is one checkpoint
+    problems, bare = [], []
     for pattern in config.checkpoints:
         is_literal = Path(pattern).expanduser().exists()
         names = [] if is_literal else _label_names(pattern)
@@ -165,14 +167,16 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
         except IsolossError as error:
             problems.append(error)
             continue
-        regex = re.compile("" if is_literal else _as_regex(pattern))
         for name in matching:
+            if places.setdefault(os.path.realpath(os.path.expanduser(name)), name) != name:
+                continue
             if not names:
-                found.setdefault(name, _step_of(name) if len(matching) > 1 else {})
-            elif match := regex.fullmatch(name):
-                of_it = {key: _value(text) for key, text in match.groupdict().items()}
-                if all(value in config.labels.get(key, [value]) for key, value in of_it.items()):
-                    found.setdefault(name, of_it)
+                bare.append(name)
+                found.setdefault(name, {})
+            elif (of_it := _read(name, pattern, config.labels)) is not None:
+                found.setdefault(name, of_it)
+    # also where each was named by itself, as a shell does with a pattern: checkpoints of a series are no clusters
+    found |= {name: _step_of(name) for name in bare if len({*bare}) > 1 and not found[name]}
     if not found:
         raise problems[0] if problems else IsolossError(f"no checkpoint matches {', '.join(config.checkpoints)}")
     for problem in problems:
@@ -205,12 +209,34 @@ def _filled(pattern: str, labels: Mapping[str, int | str]) -> str:
     return _BRACES.sub(lambda match: str(labels[match[1]]), pattern)
 
 
-def _as_regex(pattern: str) -> str:
+def _read(name: str, pattern: str, labels: Mapping[str, Sequence[int | str]]) -> dict[str, int | str] | None:
+    """Return the labels of a name; None: it does not fit the pattern, or has other values than the labels given."""
+    # with the shortest values, from the left, and with the longest
+    matches = [re.fullmatch(_as_regex(pattern, labels, longest=longest), name) for longest in (False, True)]
+    readings = [{key: _value(text) for key, text in match.groupdict().items()} for match in matches if match]
+    if not readings:
+        return None
+    one, other = readings
+    if one != other:
+        told = (" and ".join(f"{key} {value}" for key, value in each.items()) for each in (one, other))
+        *_, open_one = (key for key in one if one[key] != other[key] and key not in labels)
+        raise IsolossError(
+            f"{pattern!r} reads {name} as {', or as '.join(told)}: say in a TOML file which values there are, as "
+            f"labels = {{{open_one} = [...]}}"
+        )
+    return one
+
+
+def _as_regex(pattern: str, labels: Mapping[str, Sequence[int | str]], *, longest: bool) -> str:
     """Return the regular expression of a pattern; braces that occur twice stand for the same text."""
     parts, seen = [], set()
     for name, wildcard, other in re.findall(r"\{([^{}]*)\}|([*?]|\[[^]]+\])|(.)", pattern, flags=re.DOTALL):
         if name:
-            parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>[^/]+?)")
+            given = sorted(map(str, labels.get(name, ())), key=len, reverse=longest)
+            # a whole number may be written with zeros
+            values = "|".join(f"0*{value}" if value.isdecimal() else re.escape(value) for value in given)
+            values = values or ("[^/]+" if longest else "[^/]+?")
+            parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>{values})")
             seen.add(name)
         elif wildcard:
             parts.append(_WILDCARDS.get(wildcard, wildcard.replace("[!", "[^")))

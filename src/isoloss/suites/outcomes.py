@@ -137,7 +137,12 @@ def _read(path: Path) -> Any:
         raise IsolossError(f"cannot read {path}: {error.strerror or error}") from error
     except polars.exceptions.PolarsError as error:
         raise IsolossError(f"{path} is not a readable {path.suffix} file: {str(error).splitlines()[0]}") from error
-    return frame.rename(str.strip).with_columns(polars.all().str.strip_chars())
+    names = [re.sub(r"_duplicated_\d+$", "", name).strip() for name in frame.columns]  # as polars tells them apart
+    if twice := next((name for name in names if name and names.count(name) > 1), None):
+        raise IsolossError(f"{path} has two columns {twice!r}: leave out one of them")
+    # a column without a name is the index that pandas writes
+    named = [column.alias(name).str.strip_chars() for column, name in zip(frame, names, strict=True) if name]
+    return polars.DataFrame(named)
 
 
 def _numbers(path: Path, column: Any) -> dict[int, float]:
@@ -147,7 +152,8 @@ def _numbers(path: Path, column: Any) -> dict[int, float]:
     found = column.cast(polars.Float64, strict=False)
     wrong = (column.is_not_null() & found.is_null()).arg_true().to_list()
     numbers = {index: value for index, value in enumerate(found) if value is not None}
-    if numbers and wrong:
+    # a column of 0,5 or 61% is no text
+    if wrong and (numbers or re.fullmatch(r"[-+]?\d*([.,]\d+)?\s*%?", column[wrong[0]])):
         place = f"{path}, line {wrong[0] + 2}"
         raise IsolossError(f"{place}: the column {column.name} holds no number but {column[wrong[0]]!r}")
     return numbers
