@@ -1,5 +1,6 @@
 """Which measure predicts which outcome at one loss: by pingouin and scipy, by brute force, and by hand."""
 
+import dataclasses
 import itertools
 import math
 
@@ -197,8 +198,12 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     few = {name: values[:16] for name, values in columns.items()}
     first, *_ = associate(few, **pairs)
     assert first.detectable == 1
-    assert first.sentence().endswith("after Holm; none of so many pairs can be shown without more seeds.")
+    advice = "with 2 pairs of measures and outcomes, 4 seeds can show none: name fewer pairs, or take 5 seeds or more."
+    assert first.sentence().endswith(f"after Holm; {advice}")
     assert not first.shown
+    one, many = (dataclasses.replace(first, pairs=pairs).sentence() for pairs in (1, 500))
+    assert one.endswith("with 1 pair of measures and outcomes, 4 seeds can show none: take 4 seeds or more.")
+    assert many.endswith("with 500 pairs of measures and outcomes, 4 seeds can show none: name fewer pairs.")
 
 
 def test_what_an_interval_with_0_holds_is_not_shown():
