@@ -106,7 +106,7 @@ class Association:
         ]
         beyond = ""
         if self._shown_here and not self.shown and self.over_levels is not None:
-            beyond = f" beyond these {self.over_levels.clusters} {self.over[1].removesuffix('s')}s"
+            beyond = f" beyond these {self.over_levels.clusters} {_plural(self.over[1])}"
         could = f"the smallest correlation that this suite could show is {self.detectable:.2f}"
         if self.detectable == 1:
             could = self._what_to_do()
