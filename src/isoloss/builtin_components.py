@@ -62,6 +62,7 @@ MEASURES = {
     "isoloss.lab.evaluation.measures.flatness": {
         "trace": "trace",
         "minimal-trace": "minimal_trace",
+        "minimal-trace-by-kind": "minimal_trace_by_kind",
         "rescaling-control": "rescaling_control",
         "trace-in-SIZE-EMBEDDING_SCALE": "trace_in",
         "minimal-trace-in-SIZE": "minimal_trace_in",

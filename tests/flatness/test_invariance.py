@@ -32,7 +32,7 @@ from isoloss.flatness import (
 from isoloss.flatness._rescaling.apply import rescaled
 from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.flatness.formats import FORMATS
-from isoloss.lab.evaluation.measures.flatness import flatness_measures
+from isoloss.lab.evaluation.measures.flatness import flatness_measures, minimal_trace_by_kind
 from isoloss.lab.evaluation.measures.transfer import effective_rank
 
 HEADS, SIZE, INNER = 2, 2, 5
@@ -196,10 +196,16 @@ def ranks(model):
     return torch.tensor([each.value for each in effective_rank(model, batches()).values()], dtype=torch.float64)
 
 
+def kinds(model):
+    found = minimal_trace_by_kind(model, batches()).values()
+    return torch.tensor([each.value for each in found], dtype=torch.float64)
+
+
 VALUES = {
     "squared-norm": lambda model: torch.tensor(squared_parameter_norm(model).value, dtype=torch.float64),
     "trace": lambda model: fisher(model).trace(),
     "minimal-trace": estimated(fisher_trace, rescaling="minimal"),
+    "minimal-trace-by-kind": kinds,
     "diagonal-fisher": lambda model: fisher(model).trace(),  # the sum
     "empirical-fisher": estimated(empirical_fisher_trace),
     "hessian-trace": lambda model: hessian(model).trace(),

@@ -6,7 +6,7 @@ Shapes: B sequences of a batch, T positions, m predicted positions, V vocabulary
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, Unpack
 
 import torch
@@ -21,7 +21,7 @@ from isoloss.flatness._ghost.auxiliary import AuxiliarySample
 from isoloss.flatness._ghost.engine import GhostNorms, Predictions, intermediates_of, tail_cotangents
 from isoloss.flatness._measurement import BatchSums, Estimator, MeasureOptions, measure
 from isoloss.flatness._rescaling.symmetries import Granularity
-from isoloss.flatness.minimal_trace import Rescaling, minimal_trace
+from isoloss.flatness.minimal_trace import MinimalTraceEstimator, Rescaling, minimal_trace
 from isoloss.model_checks import eager_with_grad
 from isoloss.statistics.estimate import Estimate
 
@@ -154,6 +154,18 @@ def fisher_trace(
     minimal = minimal_trace(
         model, rescaling, granularity, options.get("parameters"), batches, options.get("num_sequences")
     )
+    return minimized(minimal, kind, model, batches, options, **given)
+
+
+def minimized(
+    minimal: MinimalTraceEstimator,
+    kind: Callable[..., Estimator],
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    options: MeasureOptions,
+    **given: Any,
+) -> Estimate:
+    """Return the minimal trace by its estimator, from a measurement by an estimator of this kind."""
     # the check of the rescaling runs on the first batch, and a stream may give it only once
     first: list[Mapping[str, Any]] = []
 

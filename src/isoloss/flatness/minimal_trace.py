@@ -6,6 +6,7 @@ Shapes: K measured parts of parameters, L other parts, R generators, F folds of 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -38,6 +39,26 @@ _CHECKED = 2  # sequences whose logits are compared
 _LARGEST_CHECKED = 5e8  # parameters: the check takes 16 bytes for each
 _BYTES_OF_A_PART = 4000  # sums by fold and control variate, and what is computed from them
 _SLOW = 2000  # factors: the minimization takes minutes from here
+
+# kinds of maps by the names that models of transformers give their parameters; the first that is found counts
+_KINDS = {
+    "norms": r"(norm|ln_)\w*\.\w+$",
+    "output": r"^(cls|lm_head|head|decoder|embed_out)\.|project_out",
+    "embeddings": r"embed|wte|wpe|project_in",
+    "attention-qkv": r"c_attn|query_key_value|qkv",
+    "attention-q": r"q_proj|query\.",
+    "attention-k": r"k_proj|key\.",
+    "attention-v": r"v_proj|value\.",
+    "attention-o": r"attn\.(c_proj|wo)|(self_attn\.|attention\.)(o_proj|out_proj|output|dense)",
+    "mlp-gate-up": r"gate_up_proj|mlp\.wi\.",
+    "mlp-gate": r"gate_proj",
+    "mlp-up": r"up_proj|c_fc|fc1|intermediate\.|dense_h_to_4h",
+    "mlp-down": r"down_proj|mlp\.(c_proj|wo)|fc2|output\.dense|dense_4h_to_h",
+    "recurrent": r"_[ih]h_l\d",
+    "other": "",
+}
+# details of the minimal trace that its parts have too
+_SHARED = ("device", "dtype", "predicts", "sequences", "clusters", "seed", "ended", "granularity")
 
 
 class MinimalTraceEstimator:
@@ -97,7 +118,7 @@ class MinimalTraceEstimator:
         scale = fit.value / fit.in_sample if fit.in_sample else 1.0  # parts add up to the value
         terms = torch.from_numpy(scale * minimum.weights[:number]) * columns.ratios
         parts = torch.zeros(len(self._names), dtype=torch.float64).index_add_(0, self._parameter_ids, terms)
-        influences = self._influences(fit, columns)
+        influences = self._influence_by_parameter = self._influences(fit, columns)
         stderrs = _stderr(influences, plain.samples)
         layers = list(dict.fromkeys(map(layer_of, self._names)))
         of_layers = torch.tensor([layers.index(layer_of(name)) for name in self._names])
@@ -137,6 +158,26 @@ class MinimalTraceEstimator:
                 "vanishing": [self._names[number] for number in sorted(set(vanishing.tolist()))],
             },
         )
+
+    def by_kind(self, whole: Estimate) -> dict[str, Estimate]:
+        """Return the parts of the minimal trace that it finished, by kind of map; they add up to it."""
+        values, stderrs = whole.by_parameter or {}, whole.by_parameter_stderr or {}
+        parts = {}
+        for kind, names in kinds_of(self._names).items():
+            influence = self._influence_by_parameter[:, [self._names.index(name) for name in names]].sum(dim=1)
+            parts[kind] = replace(
+                whole,
+                value=sum(values[name] for name in names),
+                stderr=float(_stderr(influence, whole.samples)),
+                influence=influence.numpy(),
+                method=f"{kind}: {whole.method}",
+                by_parameter={name: values[name] for name in names},
+                by_parameter_stderr={name: stderrs[name] for name in names},
+                by_layer=None,
+                by_layer_stderr=None,
+                details={name: whole.details[name] for name in _SHARED},
+            )
+        return parts
 
     def checked(self, estimate: Estimate, batch: Mapping[str, Any]) -> Estimate:
         """Return the minimal trace with how far the rescaling changes the model's log-probabilities on a batch.
@@ -185,6 +226,20 @@ class MinimalTraceEstimator:
         weights = torch.from_numpy(fit.weights[:, :number])
         along = 2.0 * self._rescalings.exponents, torch.from_numpy(moved)
         return columns.influences(weights, self._parameter_ids, len(self._names), along)
+
+
+def kinds_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of parameters by their kind of map; a bias is of the kind of its map.
+
+    Example:
+        >>> from isoloss.flatness.minimal_trace import kinds_of
+        >>> kinds_of(["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias"]).keys()
+        dict_keys(['attention-q'])
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(next(kind for kind in _KINDS if re.search(_KINDS[kind], name.lower())), []).append(name)
+    return kinds
 
 
 def minimal_trace(

@@ -179,7 +179,7 @@ def test_isoloss_measure_takes_every_measure_of_flatness_and_gives_what_the_func
     measure = make_measure(asked, SMALL)
     loaded = load_model(checkpoints / "a", device="cpu")
     inputs = inputs_of(checkpoints, num_sequences=40)
-    given = {"auxiliary_sample": inputs.auxiliary_sample} if hasattr(measure, "trace_method") else {}
+    given = {"auxiliary_sample": inputs.auxiliary_sample} if "auxiliary_sample" in measure.taken else {}
     if name == "rescaling-control":  # both traces, of another model
         loaded = dataclasses.replace(loaded, model=rescaled_at_random(loaded.model, seed=measure.seed))
         minimal = fisher_trace(loaded.model, inputs.batches, rescaling="minimal", seed=measure.seed, **given)

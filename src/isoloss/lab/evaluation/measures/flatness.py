@@ -134,6 +134,27 @@ def minimal_trace(
     return trace(model, batches, num_probes=num_probes, trace_method=trace_method, seed=seed, **options)
 
 
+def minimal_trace_by_kind(
+    model: Any,
+    batches: Any,
+    *,
+    num_probes: NumProbes = None,
+    rescaling_granularity: Granularity = "tensor",
+    seed: int = 0,
+    auxiliary_sample: Any = None,
+    **options: Any,
+) -> dict[str, Estimate]:
+    """Parts of the minimal trace by kind of map: attention, MLP, norms, embeddings; they add up to it."""
+    from isoloss.flatness.fisher import AuxiliarySample, ExactLabels, minimized
+    from isoloss.flatness.minimal_trace import MinimalTraceEstimator
+
+    minimal = MinimalTraceEstimator(model, granularity=rescaling_granularity)
+    if auxiliary_sample is not None:
+        auxiliary_sample = AuxiliarySample.read(model, auxiliary_sample)
+    given: dict[str, Any] = {"num_probes": num_probes or 1, "seed": seed, "auxiliary_sample": auxiliary_sample}
+    return minimal.by_kind(minimized(minimal, ExactLabels, model, batches, options, **given))
+
+
 def rescaling_control(
     model: Any,
     batches: Any,
