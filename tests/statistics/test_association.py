@@ -214,6 +214,21 @@ def test_what_an_interval_with_0_holds_is_not_shown():
         assert (" predicts " in str(each)) == (each.p_adjusted < 0.05 and not low <= 0 <= high)
 
 
+def test_what_holds_only_for_these_levels_is_not_shown():
+    recipes = {"recipe": np.repeat(["a", "b", "c"], 8)}
+    answers = [found(suite(seed, effect=0.7) | recipes, levels="recipe") for seed in range(20)]
+    here = [each for each in answers if each.p_adjusted < 0.05 and not _holds_0(each.pearson)]
+    assert 0 < sum(each.shown for each in here) < len(here)
+    for each in here:
+        assert each.shown == (not _holds_0(each.over_levels)) == (" predicts acc: r = " in str(each))
+        assert each.shown or "is not shown to predict acc beyond these 3 recipes: r = " in str(each)
+
+
+def _holds_0(found):
+    low, high = found.interval95
+    return low <= 0 <= high
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

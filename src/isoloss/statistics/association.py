@@ -86,7 +86,12 @@ class Association:
 
     @property
     def shown(self) -> bool:
-        """Whether the 95 % interval over clusters is without 0, and the adjusted p-value below 0.05."""
+        """Whether the adjusted p is below 0.05, and the 95 % intervals over clusters and over levels without 0."""
+        return self._shown_here and (self.over_levels is None or _without_0(self.over_levels))
+
+    @property
+    def _shown_here(self) -> bool:
+        """The same for the levels that the suite has."""
         return self.pearson is not None and _without_0(self.pearson) and self.p_adjusted < _LEVEL
 
     def sentence(self) -> str:
@@ -99,13 +104,14 @@ class Association:
             for name, found in zip(self.over, (self.pearson, self.over_levels), strict=False)
             if found is not None
         ]
-        if self.over_levels is not None and not _without_0(self.over_levels):
-            intervals[1] += ", which does not show it"
+        beyond = ""
+        if self._shown_here and not self.shown and self.over_levels is not None:
+            beyond = f" beyond these {self.over_levels.clusters} {_plural(self.over[1])}"
         could = f"the smallest correlation that this suite could show is {self.detectable:.2f}"
         if self.detectable == 1:
             could = self._what_to_do()
         return (
-            f"At one loss, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}: "
+            f"At one loss, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}{beyond}: "
             f"r = {self.pearson.texts[0]} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; "
             f"{could}."
         )

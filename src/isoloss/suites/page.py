@@ -54,7 +54,8 @@ _READING = (
     "The interval holds the true r for 95 of 100 suites like this one. Checkpoints of one cluster are not independent: "
     "the number of clusters decides how wide it is.\n"
     "p is the probability of a correlation as strong as this if there were none, by permuting whole clusters, with "
-    "Holm's correction for all pairs. A pair is shown if p is below 0.05 and the interval is without 0.\n"
+    "Holm's correction for all pairs. A pair is shown if p is below 0.05 and the interval over clusters is without 0, "
+    "and that over levels too.\n"
     "The smallest r that the suite could show is the true correlation that is found with a probability of 80 %. A pair "
     "that is not shown may have a correlation of up to that size. None: the suite has too few clusters for so many "
     "pairs, and can show none before pairs are left out or clusters added.\n"
@@ -278,7 +279,8 @@ class _Suite:
             yield self._figure("at-one-loss", "At one loss", panels, f"{caption} {_PICKING}")
         if self.along and columns:
             color = f" in the color of its {self.group}" if self.groups else ""
-            panels = [(self.along, column, "") for column in columns.values()]
+            # the entropy of a language is the same everywhere
+            panels = [(self.along, column, "") for column in columns.values() if column.name != "entropy"]
             caption = f"A line for each training{color}. {_PICKING}"
             yield self._figure("along", f"Over {self.along.name}", panels, caption)
         for number, outcome in enumerate(dict.fromkeys(each.outcome for each in known) if loss else ()):
