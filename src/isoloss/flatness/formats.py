@@ -18,6 +18,7 @@ from isoloss.errors import IsolossError
 
 Grid = Literal["symmetric", "asymmetric", "gptq", "nf4"]
 
+
 # what bitsandbytes has, as the float32 that they are
 _NF4: tuple[float, ...] = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635)
 _NF4 += (-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725)
@@ -30,7 +31,8 @@ def _symmetric(groups: torch.Tensor, bits: int) -> torch.Tensor:
     wide = groups.to(torch.promote_types(groups.dtype, torch.float32))
     scales = wide.abs().amax(dim=2, keepdim=True) / largest
     scales[scales == 0] = 1  # of zeros alone
-    return ((wide / scales).round() * scales).to(groups.dtype)
+    rounded: torch.Tensor = (wide / scales).round() * scales
+    return rounded.to(groups.dtype)
 
 
 def _gptq(groups: torch.Tensor, bits: int) -> torch.Tensor:
