@@ -145,14 +145,15 @@ def minimal_trace_by_kind(
     **options: Any,
 ) -> dict[str, Estimate]:
     """Parts of the minimal trace by kind of map: attention, MLP, norms, embeddings; they add up to it."""
-    from isoloss.flatness.fisher import AuxiliarySample, ExactLabels, minimized
+    from isoloss.flatness._ghost.auxiliary import AuxiliarySample
+    from isoloss.flatness.fisher import ExactLabels, minimized
     from isoloss.flatness.minimal_trace import MinimalTraceEstimator
 
     minimal = MinimalTraceEstimator(model, granularity=rescaling_granularity)
     if auxiliary_sample is not None:
         auxiliary_sample = AuxiliarySample.read(model, auxiliary_sample)
-    given: dict[str, Any] = {"num_probes": num_probes or 1, "seed": seed, "auxiliary_sample": auxiliary_sample}
-    return minimal.by_kind(minimized(minimal, ExactLabels, model, batches, options, **given))
+    options = {"options": options, "num_probes": num_probes or 1, "seed": seed, "auxiliary_sample": auxiliary_sample}
+    return minimal.by_kind(minimized(minimal, ExactLabels, model, batches, **options))
 
 
 def rescaling_control(
