@@ -43,11 +43,12 @@ def sizes(config: SuiteConfig, members: tuple[Member, ...]) -> dict[str, Size]:
     return found
 
 
-def _of_files(folder: Path) -> Size:
-    """Return the size by the headers of the weights."""
+def _of_files(folder: Path) -> Size | None:
+    """Return the size by the headers of the weights, if there are any."""
     from isoloss.checkpoints.stored import stored_weights
 
-    return Size(sum(math.prod(weight.shape) for weight in stored_weights(str(folder)).values()), 0, HEADERS)
+    weights = stored_weights(str(folder))
+    return Size(sum(math.prod(weight.shape) for weight in weights.values()), 0, HEADERS) if weights else None
 
 
 def _of_hub(name: str, revision: str | None) -> tuple[Size | None, bool]:
