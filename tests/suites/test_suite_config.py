@@ -110,6 +110,21 @@ def test_steps_that_are_named_one_by_one_are_a_series(cache):
     assert found(*names) == {f"run/step-{step}": {"series": "run/step-", "step": step} for step in (10, 20)}
 
 
+def test_clusters_do_not_run_together_and_copies_count_once():
+    members = [Member(f"{a}/{b}", {"a": a, "b": b}) for a, b in (("x, y", "z"), ("x", "y, z"), ("q", "r"), ("s", "t"))]
+    rows = []
+    for place, member in enumerate(members):
+        for name in ("loss", "m", "int4-rise"):
+            value = estimate(place * len(name) + place**2 * (name == "m"))
+            rows.append((member, number("", name, value, "same" if place > 1 else str(place))))
+    table = SuiteTable.of(from_dict(SuiteConfig, {"checkpoints": ["x"]}), members, rows)
+    assert len({*table.clusters()}) == 4
+    assert table.copies() == {"q/r": ["s/t"]}
+    (answer,) = table.associations()
+    assert answer.clusters in (0, 3)
+    assert len({*table.clusters()}) == 4
+
+
 @pytest.mark.parametrize(
     ("document", "told"),
     [
@@ -118,6 +133,7 @@ def test_steps_that_are_named_one_by_one_are_a_series(cache):
         ({"checkpoints": ["runs/{seed}"], "cluster": "sed"}, "cluster is 'sed', which is no label of the.*mean seed"),
         ({"checkpoints": ["runs/{}"]}, r"'runs/\{\}' has \{\}: braces hold the name of a column"),
         ({"checkpoints": ["runs/{value}"]}, r"has \{value\}: braces hold"),
+        ({"checkpoints": ["runs/{loss}"]}, r"braces hold \{loss\}, which is what the suite measures"),
         ({"checkpoints": ["runs/{seed}"], "measures": ["tracee"]}, "no measure 'tracee'; did you mean trace"),
         ({"checkpoints": ["runs/{seed}"], "settings": {"num_sequence": 3}}, "did you mean num_sequences"),
         ({"checkpoints": ["runs/{seed}"], "texts": {"docs": "no.txt"}}, "there is no data no.txt"),

@@ -113,6 +113,7 @@ def main(arguments: list[str]) -> int:
             return _plan(folder, args)
         # before anything is measured, as a file that cannot be read is refused
         outcomes = read_outcomes(imported, folder.members)
+        folder.refuse_measured(outcomes)
         status = _run(folder, args)
         if status == interrupts.status():
             return status

@@ -91,7 +91,7 @@ class Association:
         """Return the answer, which is "predicts" only where this is `shown`."""
         measure, outcome = (f"log {name}" if name in self.logarithms else name for name in (self.measure, self.outcome))
         if self.pearson is None:
-            return f"Whether {measure} predicts {outcome} at one loss is not known ({self.problem})."
+            return f"Whether {measure} predicts {outcome} at one {self.given[0]} is not known ({self.problem})."
         intervals = [
             f"({found.interval95[0]:.2f} to {found.interval95[1]:.2f}) over {found.clusters} {name.removesuffix('s')}s"
             for name, found in zip(self.over, (self.pearson, self.over_levels), strict=False)
@@ -103,7 +103,7 @@ class Association:
         if self.detectable == 1:
             could = f"none of so many pairs can be shown without more {self.over[0].removesuffix('s')}s"
         return (
-            f"At one loss, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}: "
+            f"At one {self.given[0]}, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}: "
             f"r = {self.pearson.value:.2f} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; "
             f"{could}."
         )
