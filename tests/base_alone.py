@@ -44,6 +44,7 @@ COMMANDS = {
     f"compare a b {IDS} --html page.html": "",
     f"compare a b {IDS} --figure ab.svg": "study",
     f"compare a b {IDS} --parquet table.parquet": "study",
+    "suite a b --data ids.npy --output suite": "study",
     f"expand a --into d16 {IDS}": "",
     "average a b --output mean": "",
     "transfer c --tokenizer tokenizer --task docstring-kind --num-train 20 --num-test 20": "",

@@ -25,7 +25,7 @@ def suite(seeds, steps, measures):
             member = Member(f"lab/m-{seed}@{step}", {"seed": seed, "step": step})
             members.append(member)
             loss, flat = 2 + 3 * math.exp(-step / 3) + 0.02 * rng.normal(), rng.normal()
-            loss += 0.9 * ((seed, step) == (1, 8))
+            loss += 1.5 * ((seed, step) == (1, 8))
             values = {"loss": (loss, 0.01), "minimal-trace": (math.exp(3 + flat), 2.5)}
             values |= {f"m{place}": (loss + 0.05 * rng.normal(), 0.03) for place in range(measures)}
             values |= {"int4-rise": (0.3 + 0.1 * flat + 0.02 * rng.normal(), 0.01)}

@@ -7,7 +7,7 @@ from isoloss.lab.training.algorithms.config import SAMConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement, Scale, Study
 
-SEEDS = range(5)
+SEEDS = {"": range(5), "-repeated": range(5, 10)}  # of the first draw, and of its repetition
 ADAMW = OptimizerConfig(name="adamw", learning_rate=1e-3, warmup_steps=50, weight_decay=0.0)
 RECIPES = {
     "adamw": {"optimizer": ADAMW},
@@ -33,7 +33,7 @@ LANGUAGES = {
 }
 
 
-def runs(language: str) -> dict[str, Experiment]:
+def runs(language: str, draw: str) -> dict[str, Experiment]:
     return {
         f"{recipe}-{seed}": Experiment(
             config=TrainConfig(
@@ -48,12 +48,16 @@ def runs(language: str) -> dict[str, Experiment]:
             group=recipe,
         )
         for recipe, settings in RECIPES.items()
-        for seed in SEEDS
+        for seed in SEEDS[draw]
     }
 
 
 STUDY = Study(
     name="suite_laptop",
     title="Sixty checkpoints: four recipes, five seeds, three steps",
-    scales={name: Scale(description="a few minutes on two cores", experiments=runs(name)) for name in LANGUAGES},
+    scales={
+        f"{language}{draw}": Scale(description="ten to thirty minutes on two cores", experiments=runs(language, draw))
+        for language in LANGUAGES
+        for draw in SEEDS
+    },
 )

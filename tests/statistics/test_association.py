@@ -1,5 +1,6 @@
 """Which measure predicts which outcome at one loss: by pingouin and scipy, by brute force, and by hand."""
 
+import dataclasses
 import itertools
 import math
 
@@ -197,8 +198,12 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     few = {name: values[:16] for name, values in columns.items()}
     first, *_ = associate(few, **pairs)
     assert first.detectable == 1
-    assert first.sentence().endswith("after Holm; none of so many pairs can be shown without more seeds.")
+    advice = "with 2 pairs of measures and outcomes, 4 seeds can show none: name fewer pairs, or take 5 seeds or more."
+    assert first.sentence().endswith(f"after Holm; {advice}")
     assert not first.shown
+    one, many = (dataclasses.replace(first, pairs=pairs).sentence() for pairs in (1, 500))
+    assert one.endswith("with 1 pair of measures and outcomes, 4 seeds can show none: take 4 seeds or more.")
+    assert many.endswith("with 500 pairs of measures and outcomes, 4 seeds can show none: name fewer pairs.")
 
 
 def test_what_an_interval_with_0_holds_is_not_shown():
@@ -207,6 +212,21 @@ def test_what_an_interval_with_0_holds_is_not_shown():
     for each in answers:
         low, high = each.pearson.interval95
         assert (" predicts " in str(each)) == (each.p_adjusted < 0.05 and not low <= 0 <= high)
+
+
+def test_what_holds_only_for_these_levels_is_not_shown():
+    recipes = {"recipe": np.repeat(["a", "b", "c"], 8)}
+    answers = [found(suite(seed, effect=0.7) | recipes, levels="recipe") for seed in range(20)]
+    here = [each for each in answers if each.p_adjusted < 0.05 and not _holds_0(each.pearson)]
+    assert 0 < sum(each.shown for each in here) < len(here)
+    for each in here:
+        assert each.shown == (not _holds_0(each.over_levels)) == (" predicts acc: r = " in str(each))
+        assert each.shown or "is not shown to predict acc beyond these 3 recipes: r = " in str(each)
+
+
+def _holds_0(found):
+    low, high = found.interval95
+    return low <= 0 <= high
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,24 @@ def test_what_is_shown_comes_first_and_every_pair_is_in_the_matrix(document, tab
     assert [key for key, each in found.items() if each.shown] == [("minimal-trace", "int4-rise")]
     assert "<p>minimal-trace: " in document  # in words
     for each in found.values():
-        assert f"{each.pearson.value:.2f}".replace("-", "−") in document
+        assert "{} ({} to {})".format(*each.pearson.texts) in document
         assert each.sentence() in document.replace("&#39;", "'")
 
 
 def test_empty_cells_copies_and_jumps_are_named(document):
-    assert f"minimal-trace of lab/m-0@2: {NO_TRACE}" in document
+    assert f"minimal-trace of m-0@2: {NO_TRACE}" in document
     assert "m-2@3 and m-2@4 have the same weights" in document
-    assert re.findall(r"Jump: (\S+) rises from .* in (\S+) to .* in (\S+)\.</p>", document) == [
-        ("loss", "m-1@7", "m-1@8")
+    assert re.findall(r"Jump: loss (\S+) from .* in (\S+) to .* in (\S+)\.</p>", document) == [
+        ("rises", "m-1@7", "m-1@8"),
+        ("falls", "m-1@8", "m-1@9"),
     ]
+
+
+def test_a_short_course_has_no_jumps(table):
+    few = SuiteTable(table.frame.filter(pl.col("step") > 6), table.labels, table.config)
+    assert "Jump: loss" in suite_page(few, ())
+    few = SuiteTable(table.frame.filter(pl.col("step").is_between(6, 9)), table.labels, table.config)
+    assert "Jump: loss" not in suite_page(few, ())
 
 
 def test_a_pair_that_is_not_known_says_why(table):

@@ -213,6 +213,8 @@ def test_outcomes_of_others_are_kept(here):
     wide = table.wide()
     assert wide["chess"].to_list() == [1480, None, None, None, None, 1520]
     assert wide["chess_stderr"].to_list() == [25, None, None, None, None, 24]
+    chess = table.frame.filter(measure="chess").row(0, named=True)
+    assert (chess["high"], chess["samples"]) == (pytest.approx(1480 + 1.96 * 25, abs=0.01), None)  # a normal interval
     assert wide["go"].to_list() == [5, None, None, None, None, 4]
     assert wide["go_stderr"].null_count() == 6  # no error is known
     assert table.frame.filter(measure="go")["problem"].to_list()[1] == "no such outcome of it was imported"

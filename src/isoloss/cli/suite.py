@@ -111,7 +111,8 @@ def main(arguments: list[str]) -> int:
     with contextlib.chdir(folder.directory):
         if args.plan:
             return _plan(folder, args)
-        # before anything is measured, as a file that cannot be read is refused
+        # before anything is measured: what the table takes is there, and every file can be read
+        require_package("polars")
         outcomes = read_outcomes(imported, folder.members)
         folder.refuse_measured(outcomes)
         status = _run(folder, args)

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from isoloss.comparison.verdict import TraceComparison, in_digits, same_models
 from isoloss.statistics.comparison import linear_combination
 from isoloss.statistics.estimate import Estimate, interval, number
+from isoloss.statistics.jumps import JUMP, find_jumps
 from isoloss.statistics.significance import equivalence
 
 Series = Mapping[int, str]
-
-_JUMP = 5.0  # times as far as its neighbors moves a step that jumps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,32 +155,24 @@ def moves(comparison: TraceComparison, series: Series, name: str) -> tuple[str, 
 
 
 def jumps(comparison: TraceComparison, series: Series, names: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for each step where loss or trace moves by far more than at the steps beside it.
-
-    The first step of a series is none, as training begins with a fall, and copies of another checkpoint are left out.
-    """
+    """Yield a sentence for each jump of loss or trace along a series; copies of another checkpoint are left out."""
     originals = same_models(comparison)
     models = [model for model in series.values() if originals[model] == model]
     for name in ("loss", "trace"):
-        steps = []
-        for before, after in itertools.pairwise(models):
-            # a trace moves by factors
-            moved = (comparison.difference if name == "loss" else comparison.log_ratio)(name, after, before)
-            assert moved is not None  # a comparison has no trace that is not above 0
-            low, high = moved.ci95
-            steps.append((max(0.0, low, -high), max(-low, high)))  # the least and the most that it may have moved
-        for place, (least, _) in enumerate(steps[1:], start=1):
-            beside = [most for _, most in steps[place - 1 : place + 2 : 2]]
-            if least > _JUMP * max(beside):
-                before, after = models[place : place + 2]
-                size = f"by {number(comparison.difference('loss', after, before))} nats"
-                if name == "trace":
-                    ratio, (low, high) = comparison.ratio(name, after, before)
-                    size = f"to {in_digits(ratio)} times (95 % {in_digits(low)} to {in_digits(high)})"
-                yield (
-                    f"The {name} jumps between {names[before]} and {names[after]}, {size}: more than {_JUMP:g} times "
-                    "as far as at the steps beside."
-                )
+        # a trace moves by factors
+        move = comparison.difference if name == "loss" else comparison.log_ratio
+        found = [move(name, after, before) for before, after in itertools.pairwise(models)]
+        # a comparison has no trace that is not above 0
+        for place in find_jumps([each.ci95 for each in found if each is not None]):
+            before, after = models[place : place + 2]
+            size = f"by {number(comparison.difference('loss', after, before))} nats"
+            if name == "trace":
+                ratio, (low, high) = comparison.ratio(name, after, before)
+                size = f"to {in_digits(ratio)} times (95 % {in_digits(low)} to {in_digits(high)})"
+            yield (
+                f"The {name} jumps between {names[before]} and {names[after]}, {size}: more than {JUMP:g} times "
+                "as far as at the steps beside."
+            )
 
 
 def summary(found: list[Pair], first: str, second: str, more: str) -> str:

@@ -29,7 +29,7 @@ def gradient_noise_scale(
     causal: bool | None = None,
     num_sequences: int | None = None,
 ) -> Estimate:
-    """Estimate tr(S) / |g|^2, the number of clusters at which a gradient is as much noise as signal.
+    """Estimate `tr(S) / |g|^2`, the number of clusters at which a gradient is as much noise as signal.
 
     g is the gradient of the mean loss per predicted token, and S / n the covariance of its estimate from n clusters
     (McCandlish et al. 2018, arXiv:1812.06162, "simple noise scale"). A cluster is a document, where batches have

@@ -56,6 +56,7 @@ class Association:
         over_levels: `pearson` with its error over levels, such as recipes; None without levels.
         p_permutation: Of no correlation given the loss, by permutations of whole clusters.
         p_adjusted: The same after Holm's correction for all pairs that have one.
+        pairs: How many these are.
         detectable: The smallest true correlation that is found with 80 % power after that correction; 1 where none is.
         observations: N.
         clusters: G.
@@ -76,6 +77,7 @@ class Association:
     over_levels: Correlation | None = None
     p_permutation: float = math.nan
     p_adjusted: float = math.nan
+    pairs: int = 0
     detectable: float = math.nan
     observations: int = 0
     clusters: int = 0
@@ -84,7 +86,12 @@ class Association:
 
     @property
     def shown(self) -> bool:
-        """Whether the 95 % interval over clusters is without 0, and the adjusted p-value below 0.05."""
+        """Whether the adjusted p is below 0.05, and the 95 % intervals over clusters and over levels without 0."""
+        return self._shown_here and (self.over_levels is None or _without_0(self.over_levels))
+
+    @property
+    def _shown_here(self) -> bool:
+        """The same for the levels that the suite has."""
         return self.pearson is not None and _without_0(self.pearson) and self.p_adjusted < _LEVEL
 
     def sentence(self) -> str:
@@ -93,20 +100,30 @@ class Association:
         if self.pearson is None:
             return f"Whether {measure} predicts {outcome} at one {self.given[0]} is not known ({self.problem})."
         intervals = [
-            f"({found.interval95[0]:.2f} to {found.interval95[1]:.2f}) over {found.clusters} {name.removesuffix('s')}s"
+            f"({found.texts[1]} to {found.texts[2]}) over {found.clusters} {_plural(name)}"
             for name, found in zip(self.over, (self.pearson, self.over_levels), strict=False)
             if found is not None
         ]
-        if self.over_levels is not None and not _without_0(self.over_levels):
-            intervals[1] += ", which does not show it"
+        beyond = ""
+        if self._shown_here and not self.shown and self.over_levels is not None:
+            beyond = f" beyond these {self.over_levels.clusters} {_plural(self.over[1])}"
         could = f"the smallest correlation that this suite could show is {self.detectable:.2f}"
         if self.detectable == 1:
-            could = f"none of so many pairs can be shown without more {self.over[0].removesuffix('s')}s"
+            could = self._what_to_do()
+        predicts = "predicts" if self.shown else "is not shown to predict"
         return (
-            f"At one {self.given[0]}, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}: "
-            f"r = {self.pearson.value:.2f} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; "
+            f"At one {self.given[0]}, {measure} {predicts} {outcome}{beyond}: "
+            f"r = {self.pearson.texts[0]} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; "
             f"{could}."
         )
+
+    def _what_to_do(self) -> str:
+        """Return what a suite can do whose clusters are too few for its pairs."""
+        unit = _plural(self.over[0])
+        enough = [f"take {number} {unit} or more" for number in range(3, _ALL + 2) if _can_show(self.pairs, number)]
+        advice = " or ".join(["name fewer pairs,"][: self.pairs - 1] + enough[:1]).removesuffix(",")
+        pairs = "1 pair" if self.pairs == 1 else f"{self.pairs:,} pairs"
+        return f"with {pairs} of measures and outcomes, {self.clusters} {unit} can show none: {advice}"
 
     def __str__(self) -> str:
         return self.sentence()
@@ -218,14 +235,22 @@ def associate(
     for i, p in adjusted.items():
         each, spread = results[int(i)]
         pairs = each.clusters - 1  # of a paired t test: the loss takes a degree of freedom
-        least_p = 1 / (math.factorial(each.clusters) if each.clusters <= _ALL else _DRAWN + 1)
         detectable = 1.0
-        if len(tests) * least_p < _LEVEL:
+        if _can_show(len(tests), each.clusters):
             sd, alpha = spread * math.sqrt(pairs), _LEVEL / len(tests)
-            effect = minimal_detectable_effect(sd, pairs, power=_POWER, alpha=alpha)
-            detectable = math.tanh(effect)
-        results[int(i)] = dataclasses.replace(each, p_adjusted=p, detectable=detectable), spread
+            detectable = math.tanh(minimal_detectable_effect(sd, pairs, power=_POWER, alpha=alpha))
+        results[int(i)] = dataclasses.replace(each, p_adjusted=p, pairs=len(tests), detectable=detectable), spread
     return tuple(each for each, _ in results)
+
+
+def _plural(name: str) -> str:
+    return f"{name.removesuffix('s')}s"
+
+
+def _can_show(pairs: int, clusters: int) -> bool:
+    """Whether the least p-value that permutations of so many clusters have stays below the level for so many pairs."""
+    permutations = math.factorial(clusters) if clusters <= _ALL else _DRAWN + 1
+    return pairs / permutations < _LEVEL
 
 
 def _without_0(found: Correlation) -> bool:

@@ -84,11 +84,16 @@ class Correlation:
 
     def __str__(self) -> str:
         given = f" given {', '.join(self.given)}" if self.given else ""
-        low, high = self.interval95
+        value, low, high = self.texts
         return (
-            f"{self.kind.capitalize()} correlation{given} {self.value:.2f}, 95 % interval {low:.2f} to {high:.2f} "
+            f"{self.kind.capitalize()} correlation{given} {value}, 95 % interval {low} to {high} "
             f"({self.observations} observations in {self.clusters} clusters)"
         )
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The value and the two ends of the interval with two decimals; none is -0."""
+        return tuple(f"{round(each, 2) + 0.0:.2f}" for each in (self.value, *self.interval95))
 
     def estimate(self) -> Estimate:
         """Return it as an estimate, with the error in r: dr = (1 - r^2) d artanh r.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,9 @@ from isoloss.report.html import table as html_table
 from isoloss.report.study_page import Cell, Figure, drawings, every_checkpoint, scripts
 from isoloss.statistics.association import Association
 from isoloss.statistics.correlation import Correlation
+from isoloss.statistics.estimate import Z95, rounded
 from isoloss.statistics.estimate import number as in_words
-from isoloss.statistics.estimate import rounded
+from isoloss.statistics.jumps import JUMP, find_jumps
 from isoloss.statistics.tables import probability, short_names
 from isoloss.studies.page import without_folders
 from isoloss.suites.table import SuiteTable, column_name
@@ -36,7 +36,6 @@ _CARDS, _PAIRS = 5, 3  # the strongest answers have a card each, and panels in t
 _LOSSES = ["#4A5FD9", "#B455A0", "#E0782F"]  # of the lowest loss to the highest: seen on white and on dark paper
 _UP, _DOWN = "0 114 178", "213 94 0"  # colors of positive and negative correlations
 _LETTERS = 40  # of a line of an axis' title
-_JUMP, _ERRORS = 5, 3  # a jump is a rise by so many times what a change differs from the next, and so many errors
 _JUMPING = ("loss", "trace", "minimal-trace")
 _FEW = 100  # checkpoints, from which markers are smaller
 _DIMMED = 0.12
@@ -51,16 +50,18 @@ _PICKING = (
 )
 _READING = (
     "r at one loss is the partial correlation given the loss: what a straight line in the loss explains is taken out "
-    "of the measure and of the outcome, and r says how the rest goes together, from −1 over 0 (not at all) to 1.\n"
+    "of the measure and of the outcome, and r says how the rest goes together, from -1 over 0 (not at all) to 1.\n"
     "The interval holds the true r for 95 of 100 suites like this one. Checkpoints of one cluster are not independent: "
     "the number of clusters decides how wide it is.\n"
     "p is the probability of a correlation as strong as this if there were none, by permuting whole clusters, with "
-    "Holm's correction for all pairs. A pair is shown if p is below 0.05 and the interval is without 0.\n"
+    "Holm's correction for all pairs. A pair is shown if p is below 0.05 and the interval over clusters is without 0, "
+    "and that over levels too.\n"
     "The smallest r that the suite could show is the true correlation that is found with a probability of 80 %. A pair "
-    "that is not shown may have a correlation of up to that size.\n"
-    "A jump is a rise of the loss or of a trace, from one checkpoint of a training to the next, by more than "
-    f"{_JUMP} times what one change differs from the next, in the median of that training, and by more than {_ERRORS} "
-    "standard errors. Logarithms are compared where values differ by more than ten times."
+    "that is not shown may have a correlation of up to that size. None: the suite has too few clusters for so many "
+    "pairs, and can show none before pairs are left out or clusters added.\n"
+    "A jump is a step from one checkpoint of a training to the next at which the loss or the logarithm of a trace "
+    f"moves more than {JUMP:g} times as far as in the median of the steps beside it, two before and two after, by the "
+    "95 % intervals. The first step is none, and a training of fewer than five checkpoints has none."
 )
 
 
@@ -88,7 +89,7 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
         lede += (
             f" in {len({*table.clusters()})} clusters ({answers[0].over[0]}). A measure predicts an "
             "outcome at one loss if the two go together among checkpoints of one loss: r is their correlation with the "
-            "loss held fixed, from −1 to 1. Shown means: more than chance, corrected for the number of pairs."
+            "loss held fixed, from -1 to 1. Shown means: more than chance, corrected for the number of pairs."
         )
     sections = [
         Section(title="Measures by outcomes", body=_matrix(associations) if associations else ""),
@@ -133,8 +134,8 @@ def _cards(answers: Sequence[Association]) -> list[Card]:
 def _with_interval(found: Correlation | None) -> str:
     if found is None:
         return "–"
-    value, low, high = (f"{round(each, 2) + 0.0:.2f}" for each in (found.value, *found.interval95))  # no -0
-    return f"{value} ({low} to {high})".replace("-", "−")
+    value, low, high = found.texts
+    return f"{value} ({low} to {high})"
 
 
 def _matrix(associations: Sequence[Association]) -> Markup:
@@ -276,7 +277,8 @@ class _Suite:
             yield self._figure("at-one-loss", "At one loss", panels, f"{caption} {_PICKING}")
         if self.along and columns:
             color = f" in the color of its {self.group}" if self.groups else ""
-            panels = [(self.along, column, "") for column in columns.values()]
+            # the entropy of a language is the same everywhere
+            panels = [(self.along, column, "") for column in columns.values() if column.name != "entropy"]
             caption = f"A line for each training{color}. {_PICKING}"
             yield self._figure("along", f"Over {self.along.name}", panels, caption)
         for number, outcome in enumerate(dict.fromkeys(each.outcome for each in known) if loss else ()):
@@ -346,25 +348,23 @@ class _Suite:
             yield f"Copies: {same} have the same weights, and count once, as {self.names[first]}."
 
     def jumps(self) -> Iterator[str]:
-        """Yield a sentence for each rise of a loss or trace that is far above the other changes of its training."""
+        """Yield a sentence for each jump of a loss or trace along a training."""
         for place, column in enumerate(self.columns.values(), start=1 + len(self.labels)):
-            if self.along is None or column.name.partition(" (")[0] not in _JUMPING:
-                continue
-            lines: dict[str, list[tuple[float, float, float, int]]] = {}
-            for number, (row, cells) in enumerate(zip(self.rows, self.cells, strict=True)):
-                _, value, stderr = cells[place]
-                if row["along"] is not None and value is not None and stderr is not None:
-                    point = (math.log(value), stderr / value) if column.log else (value, stderr)
-                    lines.setdefault(row["line"], []).append((row["along"], *point, number))
+            kind = column.name.partition(" (")[0]
+            lines: dict[str, list[tuple[float, float, float, str]]] = {}
+            for row, cells in zip(self.rows, self.cells, strict=True):
+                text, value, stderr = cells[place]
+                if row["along"] is not None and value and value > 0 and stderr is not None and kind in _JUMPING:
+                    # a trace moves by factors
+                    point = (value, stderr) if kind == "loss" else (math.log(value), stderr / value)
+                    lines.setdefault(row["line"], []).append((row["along"], *point, f"{text} in {cells[0][0]}"))
             for line in map(sorted, lines.values()):
-                rises = [after[1] - before[1] for before, after in itertools.pairwise(line)]
-                bends = [abs(after - before) for before, after in itertools.pairwise(rises)]
-                usual = statistics.median(bends or [math.inf])
-                for rise, (before, after) in zip(rises, itertools.pairwise(line), strict=True):
-                    if rise > _JUMP * usual and rise > _ERRORS * math.hypot(before[2], after[2]):
-                        low, high = (self.cells[each[3]] for each in (before, after))
-                        where = f"from {low[place][0]} in {low[0][0]} to {high[place][0]} in {high[0][0]}"
-                        yield f"Jump: {column.name} rises {where}."
+                steps = list(itertools.pairwise(line))
+                moves = [after[1] - before[1] for before, after in steps]
+                halves = [Z95 * math.hypot(before[2], after[2]) for before, after in steps]
+                for i in find_jumps([(move - half, move + half) for move, half in zip(moves, halves, strict=True)]):
+                    way = "rises" if moves[i] > 0 else "falls"
+                    yield f"Jump: {column.name} {way} from {steps[i][0][3]} to {steps[i][1][3]}."
 
     def checkpoints(self) -> Markup:
         """Return the table of all numbers."""

@@ -103,17 +103,13 @@ class SuiteFolder:
                 continue
             is_whole = document.get("evaluation") is None or path.with_suffix(".safetensors").exists()
             is_of_weights = weights is None or document.get("files") == weights
-            if (
-                is_whole
-                and is_of_weights
-                and self._is_alike(document, member)
-                and all(document.get(key) == value for key, value in wanted.items())
-            ):
+            is_of_cell = all(document.get(key) == value for key, value in wanted.items())
+            if is_whole and is_of_weights and is_of_cell and self._is_alike(document, member):
                 found[text, measure] = document
         return found
 
     def _is_alike(self, document: Mapping[str, Any], member: Member) -> bool:
-        """Whether a cell is on the inputs of the first checkpoint, also where another one was first when it was made."""
+        """Whether a cell is on the inputs of the first checkpoint; when it was made, another one may have been."""
         first = self.members[0]
         if document.get("first") == first.name or member == first or document.get("evaluation") is None:
             return document.get("first") == first.name

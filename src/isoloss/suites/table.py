@@ -13,7 +13,9 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import IsolossError, did_you_mean, naming_extras
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.tables import short_names
 from isoloss.suites.config import COLUMNS, RISES, Member, SuiteConfig, label_names
+from isoloss.suites.lm_eval import UNKNOWN
 
 if TYPE_CHECKING:
     from isoloss.statistics.association import Association
@@ -181,9 +183,10 @@ class SuiteTable:
     def problems(self) -> list[str]:
         """Return a line for each reason why cells are empty, with how many and where."""
         found: dict[str, list[str]] = {}
+        names = short_names(self.frame["checkpoint"].unique(maintain_order=True).to_list())
         for row in self.frame.iter_rows(named=True):
             if row["problem"] is not None:
-                found.setdefault(row["problem"], []).append(f"{row['measure']} of {row['checkpoint']}")
+                found.setdefault(row["problem"], []).append(f"{row['measure']} of {names[row['checkpoint']]}")
         return [
             f"{where[0]}{f' and {len(where) - 1:,} more' if len(where) > 1 else ''}: {problem}"
             for problem, where in found.items()
@@ -200,7 +203,9 @@ def number(text: str, measure: str, estimate: Estimate, sha256: str | None = Non
     row = estimate.row()
     row |= {"low": row.pop("low95"), "high": row.pop("high95")}
     if estimate.samples == 1:  # imported, and its error is not known
-        row |= dict.fromkeys(("stderr", "low", "high", "samples"))
+        row |= dict.fromkeys(("stderr", "low", "high"))
+    if estimate.samples in (1, UNKNOWN):
+        row["samples"] = None
     return {"text": text, "measure": measure, **row, "sha256": sha256}
 
 
