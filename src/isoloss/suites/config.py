@@ -182,6 +182,8 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
     for problem in problems:
         warn(f"left out: {problem}")
     labels = label_names(found.values())
+    if clash := next((name for name in labels if name in config.measured), None):
+        raise IsolossError(f"braces hold {{{clash}}}, which is what the suite measures: give the label another name")
     named = [(role, getattr(config, role)) for role in ("cluster", "along", "levels")]
     for role, name in (*named, *(("a name in the table labels", name) for name in config.labels)):
         if name and name not in labels:
