@@ -92,7 +92,8 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
             "loss held fixed, from -1 to 1. Shown means: more than chance, corrected for the number of pairs."
         )
     sections = [
-        Section(title="Measures by outcomes", body=_matrix(associations) if associations else ""),
+        # the card says why no pair has a number
+        Section(title="Measures by outcomes", body=_matrix(associations) if any(e.pearson for e in answers) else ""),
         *(each for each in parts if not each.folded),
         Section(title="Copies and jumps", body="\n".join([*suite.copies(), *suite.jumps()])),
         Section(title="Empty cells", body="\n".join(table.problems())),
@@ -126,7 +127,10 @@ def _cards(answers: Sequence[Association]) -> list[Card]:
     if rest := [each for each in answers if not each.shown]:
         detail = f"The strongest of them: {rest[0]}" if len(rest) > 1 else str(rest[0])
         value = f"{len(rest)} of {len(answers)} pairs of measure and outcome"
-        cards.append(Card(label="Not shown", value=value, detail=detail, tone="unclear"))
+        label = "Not shown"
+        if rest[0].pearson is None:
+            label, detail = "Not known", "; ".join(dict.fromkeys(each.problem for each in rest))
+        cards.append(Card(label=label, value=value, detail=detail, tone="unclear"))
     return cards
 
 
@@ -344,11 +348,9 @@ class _Suite:
 
     def copies(self) -> Iterator[str]:
         """Yield a sentence for all checkpoints of the same weights."""
-        weights = self.table.frame.filter(pl.col("sha256") != "").group_by("sha256", maintain_order=True)
-        for names in weights.agg(pl.col("checkpoint").unique(maintain_order=True))["checkpoint"].to_list():
-            if len(names) > 1:
-                same = " and ".join(self.names[name] for name in names)
-                yield f"Copies: {same} have the same weights, and count as {len(names)} checkpoints."
+        for first, others in self.table.copies().items():
+            same = " and ".join(self.names[name] for name in (first, *others))
+            yield f"Copies: {same} have the same weights, and count once, as {self.names[first]}."
 
     def jumps(self) -> Iterator[str]:
         """Yield a sentence for each jump of a loss or trace along a training."""
