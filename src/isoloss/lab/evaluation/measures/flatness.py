@@ -443,10 +443,10 @@ def llc(
     llc_localization: Annotated[
         float, setting(above=0), "llc: strength of the pull back to the checkpoint's weights."
     ] = 300.0,
-    llc_step_size: Annotated[float, setting(above=0), "llc: length of a step of the sampler."] = 1e-4,
+    llc_step_size: Annotated[float, setting(above=0), "llc: length of a step of the sampler."] = 3e-4,
     llc_chains: Annotated[int, setting(minimum=2), "llc: chains of the sampler."] = 4,
-    llc_draws: Annotated[int, setting(minimum=4), "llc: draws of each chain."] = 200,
-    llc_burn_in: Annotated[int, setting(minimum=0), "llc: steps of each chain before its draws."] = 200,
+    llc_draws: Annotated[int, setting(minimum=4), "llc: draws of each chain."] = 350,
+    llc_burn_in: Annotated[int, setting(minimum=0), "llc: steps of each chain before its draws."] = 100,
     llc_batch_size: Annotated[int, setting(minimum=1), "llc: sequences in a step of the sampler."] = 32,
     seed: int = 0,
     causal: bool | None = None,
