@@ -89,6 +89,15 @@ def test_folders_of_any_name(cache):
     assert found("pairs/{seed}/seed{seed}") == {"pairs/1/seed1": {"seed": 1}}
 
 
+def test_a_run_stands_for_its_last_checkpoint(cache):
+    for step in (5, 40):
+        saved(Path(f"runs/sgd/checkpoints/step-{step}"))
+    Path("runs/sgd/run.json").write_text("{}")
+    assert found("runs/sgd") == {"runs/sgd/checkpoints/step-40": {}}
+    given = {"runs/sgd/checkpoints/step-40": {"recipe": "sgd"}}
+    assert found("runs/{recipe}", labels={"recipe": ["sgd"]}) == given
+
+
 def test_a_name_with_two_readings_is_refused(cache):
     for recipe in ("adamw", "adamw-4x"):
         saved(Path("runs", f"{recipe}-7"))
