@@ -175,3 +175,15 @@ def test_refused(tmp_path):
     (tmp_path / "results_2026-01-01T12-00-00.0.json").write_text("{}")
     with pytest.raises(IsolossError, match="it has no table 'results'"):
         read_lm_eval(tmp_path)
+
+
+def test_other_examples_in_the_prompts_are_told(tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "both")
+    (file,) = tmp_path.glob("both/models__late/results_*.json")
+    document = json.loads(file.read_text())
+    document["n-shot"]["topics_word"] = 5
+    file.write_text(json.dumps(document))
+    with pytest.warns(
+        IsolossWarning, match="prompts of topics_word have different.*: 0 for models/early, 5 for models"
+    ):
+        read_lm_eval(tmp_path / "both")

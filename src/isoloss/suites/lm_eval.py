@@ -149,6 +149,7 @@ def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | P
     named = [(name, [path]) for name, path in paths.items()] if isinstance(paths, Mapping) else [("", paths)]
     models: dict[str, dict[str, Estimate]] = {}
     items: dict[str, dict[str, Items]] = {}
+    shots: dict[str, dict[str, int]] = {}  # by task and model, the examples in a prompt
     for name, places in named:
         for results, samples in _runs(list(map(Path, places))):
             model = name or _model(results)
@@ -157,6 +158,12 @@ def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | P
                 warn(f"{model} has several results of {min(again)}: the latest counts")
             items[model] = {k: v for k, v in items.get(model, {}).items() if k not in estimates} | of_documents
             models[model] = models.get(model, {}) | estimates
+            for task, number in results.get("n-shot", {}).items():
+                shots.setdefault(task, {})[model] = number
+    for task, of_models in shots.items():
+        if len({*of_models.values()}) > 1:
+            told = ", ".join(f"{number} for {model}" for model, number in of_models.items())
+            warn(f"the prompts of {task} have different numbers of examples, which is another task: {told}")
     return TaskResults(models=models, items=items)
 
 
