@@ -183,7 +183,5 @@ def test_other_examples_in_the_prompts_are_told(tmp_path):
     document = json.loads(file.read_text())
     document["n-shot"]["topics_word"] = 5
     file.write_text(json.dumps(document))
-    with pytest.warns(
-        IsolossWarning, match="prompts of topics_word have different.*: 0 for models/early, 5 for models"
-    ):
+    with pytest.warns(IsolossWarning, match="topics_word have different.*: 0 for models/early, 5 for models"):
         read_lm_eval(tmp_path / "both")

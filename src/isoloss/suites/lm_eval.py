@@ -158,11 +158,11 @@ def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | P
                 warn(f"{model} has several results of {min(again)}: the latest counts")
             items[model] = {k: v for k, v in items.get(model, {}).items() if k not in estimates} | of_documents
             models[model] = models.get(model, {}) | estimates
-            for task, number in results.get("n-shot", {}).items():
-                shots.setdefault(task, {})[model] = number
+            for task, examples in results.get("n-shot", {}).items():
+                shots.setdefault(task, {})[model] = examples
     for task, of_models in shots.items():
         if len({*of_models.values()}) > 1:
-            told = ", ".join(f"{number} for {model}" for model, number in of_models.items())
+            told = ", ".join(f"{examples} for {model}" for model, examples in of_models.items())
             warn(f"the prompts of {task} have different numbers of examples, which is another task: {told}")
     return TaskResults(models=models, items=items)
 
