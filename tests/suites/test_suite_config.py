@@ -115,8 +115,11 @@ def test_steps_that_are_named_one_by_one_are_a_series(cache):
     [
         ({"checkpoints": []}, "checkpoints is empty"),
         ({}, "checkpoints is missing"),
-        ({"checkpoints": ["runs/{seed}"], "cluster": "sed"}, "cluster is 'sed', which is no label of the.*mean seed"),
-        ({"checkpoints": ["runs/{}"]}, r"'runs/\{\}' has \{\}: braces hold the name of a column"),
+        (
+            {"checkpoints": ["runs/{seed}"], "cluster": "sed"},
+            "cluster is 'sed', which is not a label of the.*mean seed",
+        ),
+        ({"checkpoints": ["runs/{}"]}, r"'runs/\{\}' has \{\}: braces hold the name of a new column"),
         ({"checkpoints": ["runs/{value}"]}, r"has \{value\}: braces hold"),
         ({"checkpoints": ["runs/{seed}"], "measures": ["tracee"]}, "no measure 'tracee'; did you mean trace"),
         ({"checkpoints": ["runs/{seed}"], "settings": {"num_sequence": 3}}, "did you mean num_sequences"),

@@ -154,13 +154,15 @@ class SuiteFolder:
             for member in self.members:
                 found = imported.get((member.name, name))
                 row = (
-                    empty("", name, "no such outcome of it was imported") if found is None else number("", name, found)
+                    empty("", name, "this outcome was not imported for the checkpoint")
+                    if found is None
+                    else number("", name, found)
                 )
                 yield member, row
         for name in self.config.outcomes:
             if not is_measure(name) and name not in {known for _, known in imported}:
                 yield from (
-                    (member, empty("", name, "no outcome of this name was imported")) for member in self.members
+                    (member, empty("", name, "no outcome with this name was imported")) for member in self.members
                 )
 
     def imported(self) -> dict[tuple[str, str], Estimate]:
