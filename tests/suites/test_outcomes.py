@@ -47,7 +47,7 @@ def test_the_index_that_pandas_writes_is_no_outcome(tmp_path):
 
 def test_a_table_by_labels(tmp_path):
     text = "step\tqa\tseed\n10\t0.25\t0\n20\t0.5\t1.0\n30\t1\t1\n"
-    with pytest.warns(IsolossWarning, match=r"of no checkpoint of the suite: 1 \(first: line 4, seed 1, step 30\)"):
+    with pytest.warns(IsolossWarning, match=r"match no checkpoint of the suite: 1 \(first: line 4, seed 1, step 30\)"):
         found = read_outcomes([written(tmp_path, text, "results.tsv")], MEMBERS)
     assert numbers(found) == {("runs/seed0@step10", "qa"): 0.25, ("runs/seed1@step20", "qa"): 0.5}
 
@@ -100,6 +100,6 @@ def test_samples_alone_have_the_name_of_their_folder(tmp_path):
     shutil.copytree(DATA / "models__late", folder, ignore=shutil.ignore_patterns("results_*"))
     of_seed = [Member("runs/seed0@step10", {})]
     assert {each.checkpoint for each in read_outcomes([folder], of_seed)} == {"runs/seed0@step10"}
-    which = "runs__seed0, which may belong to runs/seed0@step10 or runs/seed0@step20: put results_DATE.json beside the samples"
+    which = "runs__seed0, which may belong to runs/seed0@step10 or runs/seed0@step20: put results_DATE.json"
     with pytest.warns(IsolossWarning, match=which):
         assert not read_outcomes([folder], MEMBERS)

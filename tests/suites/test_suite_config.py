@@ -92,7 +92,7 @@ def test_folders_of_any_name(cache):
 def test_a_name_with_two_readings_is_refused(cache):
     for recipe in ("adamw", "adamw-4x"):
         saved(Path("runs", f"{recipe}-7"))
-    told = "reads runs/adamw-4x-7 as recipe adamw and seed 4x-7, or as recipe adamw-4x and seed 7: say"
+    told = "reads runs/adamw-4x-7 as recipe adamw and seed 4x-7, or as recipe adamw-4x and seed 7: list"
     with pytest.raises(IsolossError, match=told):
         found("runs/{recipe}-{seed}")
     with pytest.raises(IsolossError, match=r"as labels = \{seed = \[...\]\}"):

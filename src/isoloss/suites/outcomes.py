@@ -122,7 +122,7 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
             about |= {"samples": 1 if stderr is None else UNKNOWN, "method": f"{outcome} of {path}, line {line}"}
             found.append(Outcome(name, outcome, Estimate(value=value, stderr=stderr or 0.0, **about)))
     if others:
-        warn(f"{path}: left out {len(others):,} rows that match no checkpoint of the suite (first: {others[0]})")
+        warn(f"{path}: left out rows that match no checkpoint of the suite: {len(others):,} (first: {others[0]})")
     return found
 
 
