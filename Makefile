@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # one thread a process: the demo runs two processes, and the tests three, because some tests mostly wait
 export OMP_NUM_THREADS ?= 1
+# what is imported is compiled once, also where the environment says that no bytecode is written
+unexport PYTHONDONTWRITEBYTECODE
 
 # where each dependency is used
 CORE := tests/test_*.py tests/cli/test_options.py tests/cli/test_subcommands.py tests/cli/test_compare_command.py \
@@ -31,12 +33,11 @@ install: .venv/.installed
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"isoloss needs Python 3.11 or later; {sys.executable} is {sys.version.split()[0]}. Try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,docs]'
-	@# on all cores, where pip takes one; isoloss too, or each process would compile it where no bytecode is written
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib src || true  # some packages have files for other versions
 	touch $@
 
 .venv/.installed: .venv/.packages
-	@$(BIN)/python -c 'from isoloss.lab.models import compiled_bert; compiled_bert.compile_step()'
+	@# compiles what most processes import, too: pip would compile every file, of which few are ever imported
+	@$(BIN)/python -c 'import isoloss.lab.evaluation.pretraining, pytest; from isoloss.lab.models import compiled_bert; compiled_bert.compile_step()'
 	touch $@
 
 demo: install

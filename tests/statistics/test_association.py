@@ -201,8 +201,9 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     advice = "with 2 pairs of measures and outcomes, 4 seeds can show none: name fewer pairs, or take 5 seeds or more."
     assert first.sentence().endswith(f"after Holm; {advice}")
     assert not first.shown
-    one, many = (dataclasses.replace(first, pairs=pairs).sentence() for pairs in (1, 500))
-    assert one.endswith("with 1 pair of measures and outcomes, 4 seeds can show none: take 4 seeds or more.")
+    one = dataclasses.replace(first, pairs=1, clusters=3).sentence()
+    many = dataclasses.replace(first, pairs=500).sentence()
+    assert one.endswith("with 1 pair of measures and outcomes, 3 seeds can show none: take 4 seeds or more.")
     assert many.endswith("with 500 pairs of measures and outcomes, 4 seeds can show none: name fewer pairs.")
 
 

@@ -169,11 +169,8 @@ class _Run(_Working):
     def run(self) -> int:
         from isoloss.studies.run.loop import Loop
 
-        for option, executor in (("submit", "slurm"), ("address", "ray")):
-            if getattr(self, option) and self.executor != executor:
-                raise IsolossError(f"--{option} is for --executor {executor}; the executor is {self.executor}")
-        if self.executor in EXECUTOR_PACKAGES:
-            require_package(EXECUTOR_PACKAGES[self.executor])
+        # one that is not there is refused before anything is written
+        execute = executor_of(self)
         folder = self.study()
         # commands of other executors may start in another folder or on another machine
         if self.executor != "local":
@@ -181,8 +178,6 @@ class _Run(_Working):
         folder.check()
         # refuses a folder of something else before anything is written into it
         folder.exists()
-        # an executor that is not there, too, is refused before anything is written
-        execute: Executor = EXECUTORS.load(self.executor)
         settings = self.executor_options(folder, address=self.address, submit_parameters=submit_parameters(self.submit))
         # waiting, as several executors may be started on one new folder at the same time
         with files.lock(folder.path, wait=True):
@@ -409,6 +404,17 @@ class _New:
             common.say(f"{path} written. To run it:")
             common.say(f"  {common.command('study', 'run', path)}")
         return 0
+
+
+def executor_of(args: Any) -> Executor:
+    """Return the executor of these arguments; an error for options of another one, or if it is not installed."""
+    for option, executor in (("submit", "slurm"), ("address", "ray")):
+        if getattr(args, option) and args.executor != executor:
+            raise IsolossError(f"--{option} is for --executor {executor}; the executor is {args.executor}")
+    if args.executor in EXECUTOR_PACKAGES:
+        require_package(EXECUTOR_PACKAGES[args.executor])
+    found: Executor = EXECUTORS.load(args.executor)
+    return found
 
 
 def submit_parameters(words: Sequence[str]) -> dict[str, str | int | float]:

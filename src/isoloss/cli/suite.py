@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import files, interrupts
 from isoloss.cli import common, options
-from isoloss.cli.study import EXECUTOR_PACKAGES, duration, rough, submit_parameters
+from isoloss.cli.study import duration, executor_of, rough, submit_parameters
 from isoloss.errors import IsolossError, naming_extras, require_package
 from isoloss.lab.evaluation.measures.base import measure_class
-from isoloss.registry import EXECUTORS, MEASURES
+from isoloss.registry import MEASURES
 from isoloss.suites.config import SuiteConfig, members, replaced
 from isoloss.suites.table import PAGE, RECORD
 
 if TYPE_CHECKING:
-    from isoloss.studies.run.loop import Executor
     from isoloss.suites.run import SuiteFolder
 
 EXAMPLES = [
@@ -34,6 +33,7 @@ EXAMPLES = [
 ]
 COMMON = "checkpoints output data measures outcomes cluster along levels plan predict num_sequences workers"
 _FEW = 8  # problems that are printed
+_GUESS = "a guess: 6 operations per parameter, token and measure, at 40 GFLOP/s (CPU) or 40 TFLOP/s (GPU)"
 _IN_CONFIG = ("measures", "outcomes", "cluster", "along", "levels", "loss_margin", "device", "trust_remote_code")
 
 
@@ -133,11 +133,9 @@ def _folder(args: Any) -> SuiteFolder:
             "no checkpoint is named: give folders, names on the Hugging Face hub, patterns, or a TOML file"
         )
     first, path = Path(args.checkpoints[0]), args.output
-    changes: dict[str, Any] = {
-        name: getattr(args, name) for name in _IN_CONFIG if getattr(args, name) != getattr(Args, name)
-    }
-    changes |= {"texts": texts} if (texts := dict(map(_text, args.data))) else {}
-    changes |= {name: given for name, given in (("inputs", args.inputs), ("settings", args.measure)) if given}
+    given = {name: getattr(args, name) for name in _IN_CONFIG}
+    given |= {"texts": dict(map(_text, args.data)), "inputs": args.inputs, "settings": args.measure}
+    changes = {name: value for name, value in given.items() if value != getattr(Args, name, {})}
     stored = None
     if len(args.checkpoints) == 1 and (first / RECORD).is_file():
         if path is not None:
@@ -152,7 +150,7 @@ def _folder(args: Any) -> SuiteFolder:
         config = SuiteConfig(checkpoints=args.checkpoints)
     if path is None:
         raise IsolossError("--output is missing: name a folder for the suite")
-    if path.exists() and not (path / RECORD).exists() and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists() and not (path / RECORD).exists() and (not path.is_dir() or any(path.iterdir())):
         raise IsolossError(f"{path} already exists and is not the folder of a suite: choose another --output")
     directory = stored.directory if stored else os.getcwd()
     with contextlib.chdir(directory):
@@ -182,12 +180,7 @@ def _run(folder: SuiteFolder, args: Any) -> int:
     """Measure what is left of a suite; the status is 2 where checkpoints could not be measured."""
     from isoloss.studies.run.loop import Loop, Options
 
-    for option, executor in (("submit", "slurm"), ("address", "ray")):
-        if getattr(args, option) and args.executor != executor:
-            raise IsolossError(f"--{option} is for --executor {executor}; the executor is {args.executor}")
-    if args.executor in EXECUTOR_PACKAGES:
-        require_package(EXECUTOR_PACKAGES[args.executor])
-    execute: Executor = EXECUTORS.load(args.executor)
+    execute = executor_of(args)
     settings = Options(
         workers=args.workers,
         address=args.address,
@@ -241,36 +234,29 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
 
     known = sizes(folder.config, folder.members)
     states = statuses(folder.units({name: size.parameters for name, size in known.items()}), folder.path)
-    measured = {status.unit.group for status in states if status.is_measured}
-    rows: dict[str, dict[str, Any]] = {}
-    for status, size in zip(states, known.values(), strict=True):
-        unit, is_done = status.unit, status.state == "done"
-        row = rows.setdefault(unit.group, {"checkpoints": 0, "done": 0, "download": 0, "hours": 0.0, "memory": None})
-        row["checkpoints"] += 1
-        row["done"] += is_done
-        row["download"] = None if None in (row["download"], size.download) else row["download"] + size.download
-        row["hours"] += 0 if is_done else unit.seconds * unit.needs.all_cores / 3600
-        row["memory"] = status.memory if unit.group in measured or not unit.expected else unit.expected.memory
     left = remaining(states, args.workers)
+    rows: dict[str, dict[str, Any]] = {}
+    for group in dict.fromkeys(status.unit.group for status in states):
+        alike = [status for status in states if status.unit.group == group]
+        of_states = zip(states, known.values(), strict=True)
+        downloads = [size.download for status, size in of_states if status.unit.group == group]
+        unit, is_measured = alike[-1].unit, any(status.is_measured for status in alike)
+        rows[group] = {
+            "checkpoints": len(alike),
+            "done": sum(status.state == "done" for status in alike),
+            "download": None if None in downloads else sum(filter(None, downloads)),
+            "hours": remaining(alike, args.workers).core_seconds / 3600,
+            "memory": alike[-1].memory if is_measured or unit.expected is None else unit.expected.memory,
+        }
     sources = sorted({size.source for size in known.values()})
-    basis = (
-        f"{sum(status.is_measured for status in states)} checkpoints measured here"
-        if measured
-        else "a guess: 6 operations per parameter, token and measure, at 40 GFLOP/s (CPU) or 40 TFLOP/s (GPU)"
-    )
+    measured = sum(status.is_measured for status in states)
+    basis = f"{measured} checkpoints measured here" if measured else _GUESS
     hours = "GPU-hours" if left.gpu_seconds else "core-hours"
     if args.json:
         common.emit_json({"sizes": rows, "seconds": left.with_workers, "sizes_from": sources, "time_from": basis})
         return 0
     cells = [
-        (
-            name,
-            row["checkpoints"],
-            row["done"],
-            _amount(row["download"]),
-            rough(row["hours"]),
-            _amount(row["memory"]),
-        )
+        (name, row["checkpoints"], row["done"], _amount(row["download"]), rough(row["hours"]), _amount(row["memory"]))
         for name, row in rows.items()
     ]
     columns = ("size", "checkpoints", "done", "download (GB)", hours, "memory (GB)")

@@ -108,7 +108,7 @@ class Association:
         if self._shown_here and not self.shown and self.over_levels is not None:
             beyond = f" beyond these {self.over_levels.clusters} {_plural(self.over[1])}"
         could = f"the smallest correlation that this suite could show is {self.detectable:.2f}"
-        if self.detectable == 1:
+        if not _can_show(self.pairs, self.clusters):
             could = self._what_to_do()
         return (
             f"At one loss, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}{beyond}: "
@@ -119,10 +119,13 @@ class Association:
     def _what_to_do(self) -> str:
         """Return what a suite can do whose clusters are too few for its pairs."""
         unit = _plural(self.over[0])
-        enough = [f"take {number} {unit} or more" for number in range(3, _ALL + 2) if _can_show(self.pairs, number)]
-        advice = " or ".join(["name fewer pairs,"][: self.pairs - 1] + enough[:1]).removesuffix(",")
+        enough = next((number for number in range(3, _ALL + 2) if _can_show(self.pairs, number)), None)
+        advice = "name fewer pairs" if self.pairs > 1 else "", f"take {enough} {unit} or more" if enough else ""
         pairs = "1 pair" if self.pairs == 1 else f"{self.pairs:,} pairs"
-        return f"with {pairs} of measures and outcomes, {self.clusters} {unit} can show none: {advice}"
+        return (
+            f"with {pairs} of measures and outcomes, {self.clusters} {unit} can show none: "
+            f"{', or '.join(filter(None, advice))}"
+        )
 
     def __str__(self) -> str:
         return self.sentence()

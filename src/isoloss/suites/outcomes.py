@@ -95,7 +95,8 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
     numbers = {name: _numbers(path, frame[name]) for name in frame.columns if name not in ("checkpoint", *labels)}
     names = [name for name in numbers if numbers[name] and name.removesuffix(_STDERR) not in numbers.keys() - {name}]
     if not names:
-        raise IsolossError(f"{path} has no numeric column beside {', '.join(keys)}; it has {', '.join(frame.columns)}")
+        has = ", ".join(frame.columns)
+        raise IsolossError(f"{path} has no numeric column beside {', '.join(keys)}; it has {has}")
     found: list[Outcome] = []
     lines: dict[str, int] = {}
     others = []
@@ -111,9 +112,8 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
             continue
         name = fitting[0].name
         if len(fitting) > 1:
-            raise IsolossError(
-                f"{path}, line {line}: {told} is {name} or {fitting[1].name}; add a column that tells which"
-            )
+            which = f"{name} or {fitting[1].name}"
+            raise IsolossError(f"{path}, line {line}: {told} is {which}; add a column that tells which")
         if (first := lines.setdefault(name, line)) != line:
             raise IsolossError(f"{path}, lines {first} and {line} are both for {name}: leave out one of them")
         about: dict[str, Any] = {"unit": "", "num_predictions": 0}

@@ -122,10 +122,9 @@ def _cards(answers: Sequence[Association]) -> list[Card]:
             detail=each.sentence(),
             tone="good",
         )
-        for each in [each for each in answers if each.shown][:_CARDS]
+        for each in itertools.islice((each for each in answers if each.shown), _CARDS)
     ]
-    rest = [each for each in answers if not each.shown]
-    if rest:
+    if rest := [each for each in answers if not each.shown]:
         detail = f"The strongest of them: {rest[0]}" if len(rest) > 1 else str(rest[0])
         value = f"{len(rest)} of {len(answers)} pairs of a measure and an outcome"
         cards.append(Card(label="Not shown", value=value, detail=detail, tone="unclear"))
@@ -232,6 +231,9 @@ class _Suite:
         self.groups = groups if 1 < len(groups) <= len(data.COLORS) else []
         places = [row["along"] for row in self.rows if row["along"] is not None]
         self.along = _Column(along, "", "along", data.ends(places, log=False)) if len({*places}) > 1 else None
+        # the labels in the charts' rows, by their fields
+        named = {"checkpoint": "checkpoint", "group": self.group, "along": self.along.name if self.along else ""}
+        self.named = {field: name for field, name in named.items() if name}
         self.columns = {column.name: column for column in self._measured(table.frame, wide)}
         self.loss = self.columns.get(table.roles()[0])
 
@@ -257,12 +259,12 @@ class _Suite:
             numbers = kind.select("checkpoint", "value", "stderr", "low", "high")
             for checkpoint, value, stderr, *bar in numbers.iter_rows():
                 place = places[checkpoint]
-                self.cells[place][-1] = (rounded(scale * value, scale * stderr), value, stderr)
                 # what goes on beyond the axis, as below 0 % or far down on a logarithmic one, is drawn to its end
                 low, high = (min(max(scale * end, low_end), high_end) for end in bar)
-                drawn = {field: scale * value, f"{field}_low": low, f"{field}_high": high}
-                self.rows[place] |= {key: _in_digits(each, scale * stderr) for key, each in drawn.items()}
-                self.rows[place][f"{field}_text"] = self.cells[place][-1][0]
+                text = rounded(scale * value, scale * stderr)
+                self.cells[place][-1] = (text, value, stderr)
+                drawn = {field: scale * value, f"{field}_low": low, f"{field}_high": high, f"{field}_text": text}
+                self.rows[place] |= drawn
             unit = "%" if scale == 100 else (unit or "").replace("predicted token", "token")
             yield _Column(name, unit, field, (low_end, high_end), log, scale)
 
@@ -334,9 +336,8 @@ class _Suite:
         for name, column in measured.items():
             low = {name: {**axes[name], "field": f"{column.field}_low"}, f"{name}2": {"field": f"{column.field}_high"}}
             layers.append(layer(self.rows, bar, **axes | low, **shown))
-        labels = {"checkpoint": "checkpoint", "group": self.group, "along": self.along.name if self.along else ""}
         texts = {f"{each.field}_text": each.title for each in (self.loss, *measured.values()) if each}
-        tooltip = [nominal(field, title=title) for field, title in {**labels, **texts}.items() if title]
+        tooltip = [nominal(field, title=title) for field, title in {**self.named, **texts}.items()]
         size = charts.POINT / (1 if len(self.rows) <= _FEW else 2 if len(self.rows) <= charts.MANY else 5)
         point = {"type": "point", "filled": True, "size": size, "cursor": "pointer"}
         layers.append(layer(self.rows, point, **axes, **shown, tooltip=tooltip))
@@ -376,7 +377,6 @@ class _Suite:
         # the table's filter takes no spaces
         keys = {column.name: column.name.replace(" ", "") for column in self.columns.values()}
         fields = {column.field: (keys[column.name], column.scale) for column in self.columns.values()}
-        labels = {"checkpoint": "checkpoint", "group": self.group, "along": self.along.name if self.along else ""}
         return every_checkpoint(
             self.cells,
             {name: name for name in ("checkpoint", *self.labels)}
@@ -384,7 +384,7 @@ class _Suite:
             {keys[c.name]: "fraction" if c.scale == 100 else c.unit for c in self.columns.values()},
             identity=("checkpoint",),
             choices=list(self.labels),
-            fields=fields | {field: (name, 1) for field, name in labels.items() if name},
+            fields=fields | {field: (name, 1) for field, name in self.named.items()},
             elsewhere="read the suite's table",
         )
 
@@ -395,10 +395,3 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _in_digits(value: float, stderr: float) -> float:
-    """Return a value with the digits that its error has, and three at least."""
-    if not (stderr and value):
-        return value
-    return round(value, max(1 - math.floor(math.log10(stderr)), 2 - math.floor(math.log10(abs(value)))))

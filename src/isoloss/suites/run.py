@@ -85,9 +85,8 @@ class SuiteFolder:
         """Return the file of a cell."""
         name = f"{measure}@{text}"
         plain = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)[:80]
-        return (
-            self.path / "checkpoints" / member.folder / f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
-        )
+        file = f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
+        return self.path / "checkpoints" / member.folder / file
 
     def known(self, member: Member) -> dict[tuple[str, str], dict[str, Any]]:
         """Return the cells of a checkpoint that are done, by text and measure."""
@@ -114,7 +113,7 @@ class SuiteFolder:
         return [self._unit(member, needs, (sizes or {}).get(member.name)) for member in self.members]
 
     def _unit(self, member: Member, needs: Resources, size: int | None) -> Unit:
-        expected = self.expected(size, on_gpu=needs.gpus > 0)
+        expected = self._expected(size, on_gpu=needs.gpus > 0)
         return Unit(
             name=member.folder,
             arguments=("suite", str(self.path), "--member", member.folder),
@@ -125,7 +124,7 @@ class SuiteFolder:
             group="size unknown" if size is None else f"{size:,} parameters",
         )
 
-    def expected(self, size: int | None, *, on_gpu: bool) -> Expected:
+    def _expected(self, size: int | None, *, on_gpu: bool) -> Expected:
         """Return what a checkpoint of so many parameters takes, by a guess from one model of 135 million."""
         tokens = self.config.settings.get("num_sequences", 512) * (self.config.inputs.length or 128)
         operations = 6 * (size or 0) * tokens * len(self.cells)
@@ -150,20 +149,14 @@ class SuiteFolder:
                     title = name if has_own else label(measure, name, tuple(evaluation.estimates))
                     yield member, number(text, title, estimate, evaluation.weights)
         imported = self.imported()
-        for name in dict.fromkeys(name for _, name in imported):
+        missing = dict.fromkeys((name for _, name in imported), "this outcome was not imported for the checkpoint")
+        for name in self.config.outcomes:
+            if not is_measure(name):
+                missing.setdefault(name, "no outcome with this name was imported")
+        for name, problem in missing.items():
             for member in self.members:
                 found = imported.get((member.name, name))
-                row = (
-                    empty("", name, "this outcome was not imported for the checkpoint")
-                    if found is None
-                    else number("", name, found)
-                )
-                yield member, row
-        for name in self.config.outcomes:
-            if not is_measure(name) and name not in {known for _, known in imported}:
-                yield from (
-                    (member, empty("", name, "no outcome with this name was imported")) for member in self.members
-                )
+                yield member, empty("", name, problem) if found is None else number("", name, found)
 
     def imported(self) -> dict[tuple[str, str], Estimate]:
         """Return the outcomes that were measured elsewhere, by checkpoint and name."""
@@ -192,6 +185,8 @@ class SuiteFolder:
         Raises:
             IsolossError: The checkpoint cannot be loaded.
         """
+        from isoloss.lab.evaluation.compare import shared_context
+
         known = self.known(member)
         todo = [cell for cell in self.cells if cell[:2] not in known]
         if not todo:
@@ -212,7 +207,8 @@ class SuiteFolder:
             # what the measures of a text share is kept only while they are taken
             context: MeasureContext | IsolossError
             try:
-                context = self._context(text, infos)
+                place, named = self.config.texts.get(text), {info.name: info.name for info in infos}
+                context = shared_context(named, infos, place, None, self.config.inputs, shuffled=False)
             except IsolossError as error:
                 context = error
             for _, name, wanted in (cell for cell in todo if cell[0] == text):
@@ -238,12 +234,6 @@ class SuiteFolder:
         if isinstance(first, str):
             first = info.named(str(Path(first).expanduser()))
         return loaded.model, [first, info] if first is not None else [info]
-
-    def _context(self, text: str, infos: list[ModelInfo]) -> MeasureContext:
-        from isoloss.lab.evaluation.compare import shared_context
-
-        named = {info.name: info.name for info in infos}
-        return shared_context(named, infos, self.config.texts.get(text), None, self.config.inputs, shuffled=False)
 
     def _write_cell(
         self, path: Path, about: dict[str, Any], model: Any, context: MeasureContext | IsolossError

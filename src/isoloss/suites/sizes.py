@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss.checkpoints.places import downloaded
+from isoloss.checkpoints.stored import stored_weights
 from isoloss.errors import IsolossError
 from isoloss.suites.config import Member, SuiteConfig
 
-HEADERS, HUB, TABLE = "headers of files", "the hub's metadata", "the suite's table of parameters"
 _STORED = 2  # bytes of a parameter on the hub, where nothing tells: most are in 16 bits
 
 
@@ -35,19 +35,14 @@ def sizes(config: SuiteConfig, members: tuple[Member, ...]) -> dict[str, Size]:
         name, _, revision = member.name.partition("@")
         size = None
         try:
-            size = _of_files(folder if folder.is_dir() else downloaded(name, revision or None))
+            there = folder if folder.is_dir() else downloaded(name, revision or None)
+            parameters = sum(math.prod(weight.shape) for weight in stored_weights(str(there)).values())
+            size = Size(parameters, 0, "headers of files")
         except (IsolossError, ValueError, OSError):  # not on this machine
             if ask and not folder.is_absolute():
                 size, ask = _of_hub(name, revision or None)
         found[member.name] = size or _of_table(config.parameters, member)
     return found
-
-
-def _of_files(folder: Path) -> Size:
-    """Return the size by the headers of the weights."""
-    from isoloss.checkpoints.stored import stored_weights
-
-    return Size(sum(math.prod(weight.shape) for weight in stored_weights(str(folder)).values()), 0, HEADERS)
 
 
 def _of_hub(name: str, revision: str | None) -> tuple[Size | None, bool]:
@@ -64,11 +59,11 @@ def _of_hub(name: str, revision: str | None) -> tuple[Size | None, bool]:
     files = [each for each in info.siblings or () if each.rfilename.endswith(".safetensors")]
     bytes_there = sum(each.size or 0 for each in files)
     parameters = info.safetensors.total if info.safetensors else bytes_there // _STORED
-    return (Size(parameters, bytes_there, HUB) if bytes_there else None), True
+    return (Size(parameters, bytes_there, "the hub's metadata") if bytes_there else None), True
 
 
 def _of_table(table: Mapping[str, Mapping[str, float]], member: Member) -> Size:
     for label, by_value in table.items():
         if (parameters := by_value.get(str(member.labels.get(label)))) is not None:
-            return Size(int(parameters), _STORED * int(parameters), TABLE)
+            return Size(int(parameters), _STORED * int(parameters), "the suite's table of parameters")
     return Size()
