@@ -110,6 +110,21 @@ def test_steps_that_are_named_one_by_one_are_a_series(cache):
     assert found(*names) == {f"run/step-{step}": {"series": "run/step-", "step": step} for step in (10, 20)}
 
 
+def test_clusters_do_not_run_together_and_copies_count_once():
+    labels = (("x, y", "z"), ("x", "y, z"), ("q", "r"), ("s", "t"), ("u", "v"), ("w", "x"))
+    members = [Member(f"{a}/{b}", {"a": a, "b": b}) for a, b in labels]
+    made = {"loss": [3, 2, 4, 1, 5, 5], "m": [1, 5, 2, 7, 3, 3], "int4-rise": [2, 4, 1, 6, 3, 3]}
+    rows = []
+    for place, member in enumerate(members):
+        for name, values in made.items():
+            rows.append((member, number("", name, estimate(float(values[place])), str(min(place, 4)))))
+    table = SuiteTable.of(from_dict(SuiteConfig, {"checkpoints": ["x"]}), members, rows)
+    assert len({*table.clusters()}) == 6
+    assert table.copies() == {"u/v": ["w/x"]}
+    (answer,) = table.associations()
+    assert (answer.observations, answer.clusters) == (5, 5)
+
+
 @pytest.mark.parametrize(
     ("document", "told"),
     [
@@ -121,6 +136,7 @@ def test_steps_that_are_named_one_by_one_are_a_series(cache):
         ),
         ({"checkpoints": ["runs/{}"]}, r"'runs/\{\}' has \{\}: braces hold the name of a new column"),
         ({"checkpoints": ["runs/{value}"]}, r"has \{value\}: braces hold"),
+        ({"checkpoints": ["runs/{loss}"]}, r"braces hold \{loss\}, which is what the suite measures"),
         ({"checkpoints": ["runs/{seed}"], "measures": ["tracee"]}, "no measure 'tracee'; did you mean trace"),
         ({"checkpoints": ["runs/{seed}"], "settings": {"num_sequence": 3}}, "did you mean num_sequences"),
         ({"checkpoints": ["runs/{seed}"], "texts": {"docs": "no.txt"}}, "there is no data no.txt"),

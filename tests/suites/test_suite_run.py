@@ -171,6 +171,36 @@ def test_changed_texts_settings_and_weights_are_measured_again(here, made):
     assert not folder.units()[0].done()
 
 
+def test_another_first_checkpoint_does_not_mix_inputs(here, made):
+    """The tokenizer is that of the first checkpoint, so another first one is another suite."""
+    tokenizer = sentence_pieces()
+    llama(len(tokenizer)).save_pretrained("other")
+    tokenizer.save_pretrained("other")
+    alone = measured(suite("out", here, "other", measures=[]))
+    mixed = suite("out", here, "lab/tiny-seed0@step1", "other", measures=[])
+    measured(mixed)
+    assert measured(mixed).wide()["loss"].is_null().to_list() == [False, True]  # it has other inputs
+    # what was refused beside another one is measured alone
+    again = measured(suite("out", here, "other", measures=[]))
+    assert again.wide().equals(alone.wide())
+    # a further checkpoint that is alike changes nothing
+    before = suite("two", here, "lab/tiny-seed1@step1", measures=[])
+    measured(before)
+    after = suite("two", here, "lab/tiny-seed0@step1", "lab/tiny-seed1@step1", measures=[])
+    after.measure(after.members[0])
+    assert after.units()[1].done()
+
+
+def test_an_import_does_not_take_the_place_of_a_measure(here):
+    folder = suite("out", here, PATTERN)
+    Path("results.csv").write_text("seed,step,loss,qa\n0,1,2.5,0.5\n")
+    with pytest.raises(IsolossError, match="the column 'loss' of what is imported has the name of what the suite"):
+        folder.refuse_measured(read_outcomes(["results.csv"], folder.members))
+    Path("results.csv").write_text("seed,step,qa\n0,1,0.5\n")
+    folder.keep(read_outcomes(["results.csv"], folder.members))
+    folder.refuse_measured(read_outcomes(["results.csv"], folder.members))  # a later value of the same
+
+
 def test_outcomes_of_others_are_kept(here):
     folder = suite("out", here, PATTERN, measures=["trace", "int4-rise"], outcomes=["chess"])
     table = folder.table()

@@ -116,6 +116,7 @@ def main(arguments: list[str]) -> int:
         # before anything is measured: what the table takes is there, and every file can be read
         require_package("polars")
         outcomes = read_outcomes(imported, folder.members)
+        folder.refuse_measured(outcomes)
         status = _run(folder, args)
         if status == interrupts.status():
             return status

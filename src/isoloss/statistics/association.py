@@ -98,7 +98,7 @@ class Association:
         """Return the answer, which is "predicts" only where this is `shown`."""
         measure, outcome = (f"log {name}" if name in self.logarithms else name for name in (self.measure, self.outcome))
         if self.pearson is None:
-            return f"Whether {measure} predicts {outcome} at one loss is not known ({self.problem})."
+            return f"Whether {measure} predicts {outcome} at one {self.given[0]} is not known ({self.problem})."
         intervals = [
             f"({found.texts[1]} to {found.texts[2]}) over {found.clusters} {_plural(name)}"
             for name, found in zip(self.over, (self.pearson, self.over_levels), strict=False)
@@ -110,8 +110,9 @@ class Association:
         could = f"the smallest correlation that this suite could show is {self.detectable:.2f}"
         if not _can_show(self.pairs, self.clusters):
             could = self._what_to_do()
+        predicts = "predicts" if self.shown else "is not shown to predict"
         return (
-            f"At one loss, {measure} {'predicts' if self.shown else 'is not shown to predict'} {outcome}{beyond}: "
+            f"At one {self.given[0]}, {measure} {predicts} {outcome}{beyond}: "
             f"r = {self.pearson.texts[0]} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; "
             f"{could}."
         )

@@ -182,6 +182,8 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
     for problem in problems:
         warn(f"left out: {problem}")
     labels = label_names(found.values())
+    if clash := next((name for name in labels if name in config.measured), None):
+        raise IsolossError(f"braces hold {{{clash}}}, which is what the suite measures: give the label another name")
     for role in ("cluster", "along", "levels"):
         if (name := getattr(config, role)) and name not in labels:
             known = did_you_mean(name, labels) or f"; the labels are {', '.join(labels) or 'none: there are no braces'}"

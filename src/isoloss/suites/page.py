@@ -347,11 +347,9 @@ class _Suite:
 
     def copies(self) -> Iterator[str]:
         """Yield a sentence for all checkpoints of the same weights."""
-        weights = self.table.frame.filter(pl.col("sha256") != "").group_by("sha256", maintain_order=True)
-        for names in weights.agg(pl.col("checkpoint").unique(maintain_order=True))["checkpoint"].to_list():
-            if len(names) > 1:
-                same = " and ".join(self.names[name] for name in names)
-                yield f"Copies: {same} have identical weights, and count as {len(names)} checkpoints."
+        for first, others in self.table.copies().items():
+            same = " and ".join(self.names[name] for name in (first, *others))
+            yield f"Copies: {same} have identical weights, and count once, as {self.names[first]}."
 
     def jumps(self) -> Iterator[str]:
         """Yield a sentence for each jump of a loss or trace along a training."""

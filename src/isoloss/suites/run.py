@@ -102,9 +102,19 @@ class SuiteFolder:
                 continue
             is_whole = document.get("evaluation") is None or path.with_suffix(".safetensors").exists()
             is_of_weights = weights is None or document.get("files") == weights
-            if is_whole and is_of_weights and all(document.get(key) == value for key, value in wanted.items()):
+            is_of_cell = all(document.get(key) == value for key, value in wanted.items())
+            if is_whole and is_of_weights and is_of_cell and self._is_alike(document, member):
                 found[text, measure] = document
         return found
+
+    def _is_alike(self, document: Mapping[str, Any], member: Member) -> bool:
+        """Whether a cell is on the inputs of the first checkpoint; when it was made, another one may have been."""
+        first = self.members[0]
+        if document.get("first") == first.name or member == first or document.get("evaluation") is None:
+            return document.get("first") == first.name
+        of_first = self.known(first).get((document["text"], document["measure"]))
+        inputs = document["evaluation"]["inputs"]
+        return of_first is None or of_first["evaluation"] is None or of_first["evaluation"]["inputs"] == inputs
 
     def units(self, sizes: Mapping[str, int | None] | None = None) -> list[Unit]:
         """Return a unit of work for each checkpoint; `sizes`: their numbers of parameters, where these are known."""
@@ -164,6 +174,15 @@ class SuiteFolder:
         documents = files.read_json(path) if path.exists() else []
         return {(each["checkpoint"], each["name"]): Estimate.from_dict(each["estimate"]) for each in documents}
 
+    def refuse_measured(self, outcomes: Sequence[Outcome]) -> None:
+        """Refuse outcomes that have the name of what the suite measures: they would take its place."""
+        measured = {row["measure"] for _, row in self.rows() if row["text"] or row.get("sha256")}
+        if each := next((each for each in outcomes if each.name in measured.union(self.config.measured)), None):
+            raise IsolossError(
+                f"the column {each.name!r} of what is imported has the name of what the suite measures: give it "
+                "another name, or leave it out"
+            )
+
     def keep(self, outcomes: Sequence[Outcome]) -> None:
         """Keep outcomes; an earlier one of the same name is replaced."""
         known = self.imported() | {(each.checkpoint, each.name): each.estimate for each in outcomes}
@@ -200,6 +219,7 @@ class SuiteFolder:
         failed.unlink(missing_ok=True)
         about = {
             "checkpoint": member.name,
+            "first": self.members[0].name,
             "files": _weights(member.name),
             "weights": files.tensors_sha256(sorted(model.state_dict().items())),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,19 @@ class SuiteTable:
         names = [self.config.cluster] if self.config.cluster else [name for name in self.labels if name != self.along]
         if not names:
             return wide["checkpoint"].to_list() if not self.along else [""] * len(wide)
-        return [", ".join(str(row[name]) for name in names) for row in wide.iter_rows(named=True)]
+        if len(names) == 1:
+            return [str(value) for value in wide[names[0]]]
+        # with the names: "a, b" and "c" are not "a" and "b, c"
+        return [", ".join(f"{name} {row[name]}" for name in names) for row in wide.iter_rows(named=True)]
+
+    def copies(self) -> dict[str, list[str]]:
+        """Return the checkpoints that have the weights of another one, by the first of each."""
+        first: dict[str, str] = {}
+        found: dict[str, dict[str, None]] = {}
+        for checkpoint, weights in self.frame.select("checkpoint", "sha256").iter_rows():
+            if weights and (original := first.setdefault(weights, checkpoint)) != checkpoint:
+                found.setdefault(original, {})[checkpoint] = None
+        return {original: list(others) for original, others in found.items()}
 
     def roles(self, predict: Sequence[str] = ()) -> tuple[str, list[str], list[str]]:
         """Return the columns of `wide` by what they are: the loss, the measures and the outcomes.
@@ -139,7 +152,10 @@ class SuiteTable:
         return loss, [name for name in named if name not in (*losses, *imported, *outcomes)], list(outcomes)
 
     def associations(self, predict: Sequence[str] = ()) -> tuple[Association, ...]:
-        """Return which measure predicts which outcome at one loss; `predict`: further outcomes."""
+        """Return which measure predicts which outcome at one loss; `predict`: further outcomes.
+
+        Checkpoints of the same weights count once, as the first of them.
+        """
         from isoloss.statistics.association import associate
 
         wide = self.wide()
@@ -149,8 +165,11 @@ class SuiteTable:
         cluster, levels = self.config.cluster or "training", self.config.levels
         varying = [name for name in self.labels if wide[name].n_unique() > 1]
         columns = {name: wide[name].to_list() for name in (*varying, loss, *measures, *outcomes)}
+        columns |= {cluster: self.clusters()}
+        copies = set().union(*self.copies().values())
+        once = [name not in copies for name in wide["checkpoint"]]
         return associate(
-            columns | {cluster: self.clusters()},
+            {name: list(itertools.compress(values, once)) for name, values in columns.items()},
             measures=measures,
             outcomes=outcomes,
             loss=loss,
