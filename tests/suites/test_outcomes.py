@@ -75,6 +75,11 @@ def test_tables_that_are_refused(tmp_path, text, message):
         read_outcomes([written(tmp_path, text)], MEMBERS)
 
 
+def test_a_table_that_is_not_there(tmp_path):
+    with pytest.raises(IsolossError, match=r"^cannot read \S*none.csv: there is no such file$"):
+        read_outcomes([tmp_path / "none.csv"], MEMBERS)
+
+
 def test_results_of_lm_eval_by_name_path_and_revision(tmp_path):
     members = [Member("models/early", {}), Member(str(tmp_path / "models/late"), {})]
     found = read_outcomes([DATA / "models__*" / "*.json*"], members)

@@ -281,6 +281,11 @@ def test_a_plan_without_files_and_hub(here, capsys):
     assert document["sizes_from"] == ["the suite's table of parameters"]
     assert main(["suite", "big.toml", "--plan"]) == 0
     assert "To download: 11 GB" in capsys.readouterr().out
+    Path("big.toml").write_text(Path("big.toml").read_text().replace("parameters", "# parameters"))
+    assert main(["suite", "big.toml", "--plan"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "size unknown 4 0 ? ? ? Of 4 checkpoints there is no model on this machine" in out
+    assert "Time" not in out
 
 
 @pytest.mark.parametrize(
@@ -292,6 +297,7 @@ def test_a_plan_without_files_and_hub(here, capsys):
             ("lab/tiny-seed{seed}@step{step}", "--output", "taken"),
             "taken already exists and is not the folder of a suite",
         ),
+        (("taken",), "name a folder for the suite; taken is not the folder of a suite"),
         (("suite.toml",), "suite.toml does not exist"),
         (("none/{seed}", "--output", "out"), "no folder matches"),
     ],

@@ -183,7 +183,8 @@ def main(arguments: list[str]) -> int:
         return 0
     count = len(compared.models)
     done = f"{count} models that were" if count > 1 else "one model that was"
-    common.note(f"isoloss compare: {failed}; the numbers are of the {done} measured before")
+    kept = "" if args.output is None else "; they are kept, and the same command goes on"
+    common.note(f"isoloss compare: {failed}; the numbers are of the {done} measured before{kept}")
     return 2 if isinstance(failed, ComparisonError) else interrupts.status()
 
 
@@ -203,7 +204,11 @@ def _check(args: Any, models: list[str]) -> None:
         places.check_reachable(name, args.loading.module)
     refuse_twice(models)
     if len(models) == 1:
-        raise IsolossError(f"{models[0]} alone has nothing to be compared with: name another, or see isoloss measure")
+        folder = Path(models[0]).expanduser().parent
+        others = f"; {folder} names all {count} in it" if (count := len([*folder.glob("step-*")])) > 1 else ""
+        raise IsolossError(
+            f"{models[0]} alone has nothing to be compared with: name another{others}, or see isoloss measure"
+        )
     positive("--loss-margin", args.loss_margin)
     at_least("--min-ratio", args.min_ratio, 1)
     configs.check(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from isoloss.suites.config import SuiteConfig, members, replaced
 from isoloss.suites.table import PAGE, RECORD
 
 if TYPE_CHECKING:
+    from isoloss.statistics.association import Association
     from isoloss.suites.run import SuiteFolder
 
 EXAMPLES = [
@@ -31,8 +33,8 @@ EXAMPLES = [
     ("isoloss suite 'runs/{recipe}-{seed}/checkpoints/step-{step}' --output out --levels recipe", "runs of isoloss"),
     ("isoloss suite 'runs/*/checkpoint-*' --data docs=python:docs code=src --output out", "on two texts"),
 ]
-COMMON = "checkpoints output data measures outcomes cluster along levels plan predict num_sequences workers"
-_FEW = 8  # problems that are printed
+COMMON = "checkpoints output data measures outcomes cluster along levels import_ predict plan num_sequences workers"
+_FEW = 8  # problems, and pairs that are not shown, that are printed
 _GUESS = "a guess: 6 operations per parameter, token and measure, at 40 GFLOP/s (CPU) or 40 TFLOP/s (GPU)"
 _IN_CONFIG = ("measures", "outcomes", "cluster", "along", "levels", "loss_margin", "device", "trust_remote_code")
 
@@ -150,7 +152,8 @@ def _folder(args: Any) -> SuiteFolder:
     else:
         config = SuiteConfig(checkpoints=args.checkpoints)
     if path is None:
-        raise IsolossError("--output is missing: name a folder for the suite")
+        is_other = f"; {first} is not the folder of a suite" if len(args.checkpoints) == 1 and first.is_dir() else ""
+        raise IsolossError(f"--output is missing: name a folder for the suite{is_other}")
     if path.exists() and not (path / RECORD).exists() and (not path.is_dir() or any(path.iterdir())):
         raise IsolossError(f"{path} already exists and is not the folder of a suite: choose another --output")
     directory = stored.directory if stored else os.getcwd()
@@ -217,8 +220,8 @@ def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
         about = {"folder": str(folder.path), "table": str(path), "page": str(page), "checkpoints": len(folder.members)}
         common.emit_json({**about, "answers": found, "problems": problems})
         return status
-    for answer in sorted(answers, key=lambda answer: not answer.shown):
-        common.say_wrapped(answer.sentence())
+    for sentence in _sentences(answers):
+        common.say_wrapped(sentence)
     common.say(f"{path}: {len(folder.members)} checkpoints, {len(table.frame):,} rows")
     common.say(f"the page is {page}")
     for problem in problems[:_FEW]:
@@ -226,6 +229,22 @@ def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
     if len(problems) > _FEW:
         common.say(f"{len(problems) - _FEW} more reasons are in the column 'problem' of the table")
     return status
+
+
+def _sentences(answers: Sequence[Association]) -> Iterator[str]:
+    """Yield what is shown, the strongest of what is not, and one sentence for each reason why pairs are not known."""
+    known = {each.sentence(): (not each.shown, -abs(each.pearson.value)) for each in answers if each.pearson}
+    count = sum(each.shown for each in answers) + _FEW
+    yield from sorted(known, key=known.__getitem__)[:count]
+    if len(known) > count:
+        yield f"{len(known) - count} more pairs are not shown, with weaker correlations: they are on the page."
+    unknown: dict[str, list[Association]] = {}
+    for each in answers:
+        if each.pearson is None:
+            unknown.setdefault(each.problem, []).append(each)
+    for problem, pairs in unknown.items():
+        many = f"{len(pairs)} of {len(answers)} pairs, such as {pairs[0].measure} and {pairs[0].outcome}"
+        yield pairs[0].sentence() if len(pairs) == 1 else f"At one loss, nothing is known of {many}: {problem}."
 
 
 def _plan(folder: SuiteFolder, args: Any) -> int:
@@ -249,7 +268,8 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
             "hours": remaining(alike, args.workers).core_seconds / 3600,
             "memory": alike[-1].memory if is_measured or unit.expected is None else unit.expected.memory,
         }
-    sources = sorted({size.source for size in known.values()})
+    sources = sorted({size.source for size in known.values() if size.parameters is not None})
+    unknown = [name for name, size in known.items() if size.parameters is None]
     measured = sum(status.is_measured for status in states)
     basis = f"{measured} checkpoints measured here" if measured else _GUESS
     hours = "GPU-hours" if left.gpu_seconds else "core-hours"
@@ -257,18 +277,31 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
         common.emit_json({"sizes": rows, "seconds": left.with_workers, "sizes_from": sources, "time_from": basis})
         return 0
     cells = [
-        (name, row["checkpoints"], row["done"], _amount(row["download"]), rough(row["hours"]), _amount(row["memory"]))
+        (
+            name,
+            row["checkpoints"],
+            row["done"],
+            _amount(row["download"]),
+            "?" if row["memory"] is None else rough(row["hours"]),
+            _amount(row["memory"]),
+        )
         for name, row in rows.items()
     ]
     columns = ("size", "checkpoints", "done", "download (GB)", hours, "memory (GB)")
     common.print_table(f"{len(states)} checkpoints, to be kept in {folder.path}", columns, cells)
     download = [row["download"] for row in rows.values()]
     total = "unknown" if None in download else f"{rough(sum(download) / 1e9)} GB"
-    common.say_wrapped(
-        f"To download: {total}. Time: {duration(left.with_workers)} with {args.workers} workers, "
-        f"{rough((left.gpu_seconds or left.core_seconds) / 3600)} {hours}. "
-        f"Sizes are from {' and '.join(sources)}; time and memory are from {basis}."
-    )
+    if sources or measured:
+        common.say_wrapped(
+            f"To download: {total}. Time: {duration(left.with_workers)} with {args.workers} workers, "
+            f"{rough((left.gpu_seconds or left.core_seconds) / 3600)} {hours}. "
+            f"Sizes are from {' and '.join(sources) or 'nothing'}, times and memory from {basis}."
+        )
+    if unknown:
+        common.say_wrapped(
+            f"Of {len(unknown)} checkpoints there is no model on this machine, and nothing tells their size or time "
+            f"(first: {unknown[0]}). Train or download them first, or give the table `parameters`."
+        )
     return 0
 
 

@@ -149,7 +149,7 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
 
     Raises:
         IsolossError: There are no checkpoints at all, braces hold no name that a column can have, a name has several
-            readings, or `cluster`, `along` or `levels` is no label.
+            readings, or `cluster`, `along`, `levels` or a name in `labels` is no label.
     """
     found: dict[str, Mapping[str, int | str]] = {}
     places: dict[str, str] = {}  # one folder may be named in several ways, and is one checkpoint
@@ -184,10 +184,11 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
     labels = label_names(found.values())
     if clash := next((name for name in labels if name in config.measured), None):
         raise IsolossError(f"braces hold {{{clash}}}, which is what the suite measures: give the label another name")
-    for role in ("cluster", "along", "levels"):
-        if (name := getattr(config, role)) and name not in labels:
+    named = [(role, getattr(config, role)) for role in ("cluster", "along", "levels")]
+    for role, name in (*named, *(("a name in the table labels", name) for name in config.labels)):
+        if name and name not in labels:
             known = did_you_mean(name, labels) or f"; the labels are {', '.join(labels) or 'none: there are no braces'}"
-            raise IsolossError(f"{role} is {name!r}, which is not a label of the checkpoints{known}")
+            raise IsolossError(f"{role} is {name!r}, which is no label of the checkpoints{known}")
     return [Member(name, of_it) for name, of_it in found.items()]
 
 

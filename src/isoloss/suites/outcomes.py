@@ -134,7 +134,8 @@ def _read(path: Path) -> Any:
         separator = _SEPARATORS[path.suffix.lower()]
         frame = polars.read_csv(path, separator=separator, infer_schema=False, null_values=_MISSING)
     except OSError as error:
-        raise IsolossError(f"cannot read {path}: {error.strerror or error}") from error
+        problem = error.strerror or (error if path.exists() else "there is no such file")
+        raise IsolossError(f"cannot read {path}: {problem}") from error
     except polars.exceptions.PolarsError as error:
         raise IsolossError(f"{path} is not a readable {path.suffix} file: {str(error).splitlines()[0]}") from error
     names = [re.sub(r"_duplicated_\d+$", "", name).strip() for name in frame.columns]  # as polars tells them apart

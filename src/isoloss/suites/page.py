@@ -93,7 +93,8 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
             "the loss held fixed, from -1 to 1. Shown means: significant after correction for the number of pairs."
         )
     sections = [
-        Section(title="Measures by outcomes", body=_matrix(associations) if associations else ""),
+        # the card says why no pair has a number
+        Section(title="Measures by outcomes", body=_matrix(associations) if any(e.pearson for e in answers) else ""),
         *(each for each in parts if not each.folded),
         Section(title="Copies and jumps", body="\n".join([*suite.copies(), *suite.jumps()])),
         Section(title="Empty cells", body="\n".join(table.problems())),
@@ -126,8 +127,11 @@ def _cards(answers: Sequence[Association]) -> list[Card]:
     ]
     if rest := [each for each in answers if not each.shown]:
         detail = f"The strongest of them: {rest[0]}" if len(rest) > 1 else str(rest[0])
-        value = f"{len(rest)} of {len(answers)} pairs of a measure and an outcome"
-        cards.append(Card(label="Not shown", value=value, detail=detail, tone="unclear"))
+        value = f"{len(rest)} of {len(answers)} pairs of measure and outcome"
+        label = "Not shown"
+        if rest[0].pearson is None:
+            label, detail = "Not known", "; ".join(dict.fromkeys(each.problem for each in rest))
+        cards.append(Card(label=label, value=value, detail=detail, tone="unclear"))
     return cards
 
 
