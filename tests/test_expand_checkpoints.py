@@ -98,6 +98,15 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.list_models", lambda *_, **__: pytest.fail("it asks again and again"))
+    with pytest.raises(IsolossError, match=r"no model on this machine, and the Hugging Face hub does not answer$"):
+        expanded("owner/model-*")
+
+
 def test_revisions_on_the_hub(monkeypatch, tmp_path):
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

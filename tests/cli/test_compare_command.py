@@ -153,7 +153,17 @@ def test_ctrl_c_leaves_what_was_measured(capsys, monkeypatch):
     monkeypatch.setattr(context, "load_model", stop)
     out, err = call(capsys, "a", "b", "c", *DATA, status=130)
     assert "second minus first" in out
-    assert "interrupted while c was measured; the numbers are of the 2 models that were measured before" in err
+    told = "interrupted while c was measured; the numbers are of the 2 models that were measured before"
+    assert err.endswith(f"{told}\n")
+    _, err = call(capsys, "a", "b", "c", *DATA, "--output", "kept", status=130)
+    assert err.endswith(f"{told}; they are kept, and the same command goes on\n")
+
+
+def test_a_run_by_itself_is_told_what_names_all_its_checkpoints(capsys):
+    for step in (1, 2):
+        shutil.copytree("a", f"steps/step-{step}")
+    _, err = call(capsys, "steps/step-2", *DATA, status=2)
+    assert "name another; steps names all 2 in it, or see isoloss measure" in err
 
 
 def test_what_is_next_can_be_pasted(capsys):

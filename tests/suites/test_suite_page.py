@@ -6,6 +6,8 @@ import re
 import polars as pl
 import pytest
 
+from isoloss.cli.suite import _sentences
+from isoloss.statistics.association import Association
 from isoloss.suites.page import suite_page
 from isoloss.suites.table import SuiteTable
 from pages import unpacked
@@ -73,7 +75,7 @@ def test_what_is_shown_comes_first_and_every_pair_is_in_the_matrix(document, tab
 
 def test_empty_cells_copies_and_jumps_are_named(document):
     assert f"minimal-trace of m-0@2: {NO_TRACE}" in document
-    assert "m-2@3 and m-2@4 have the same weights" in document
+    assert "m-2@3 and m-2@4 have identical weights" in document
     assert re.findall(r"Jump: loss (\S+) from .* in (\S+) to .* in (\S+)\.</p>", document) == [
         ("rises", "m-1@7", "m-1@8"),
         ("falls", "m-1@8", "m-1@9"),
@@ -90,9 +92,10 @@ def test_a_short_course_has_no_jumps(table):
 def test_a_pair_that_is_not_known_says_why(table):
     frame = table.frame.filter(pl.col("seed") < 2)
     few = SuiteTable(frame, table.labels, table.config)
-    document = suite_page(few, answers(few))
-    assert document.count(f">{answers(few)[0].problem}</small>") == 4
-    assert 'class="card good"' not in document
+    known, *unknown = answers(table)[0], *answers(few)[1:]
+    document = suite_page(few, [known, *unknown])
+    assert document.count(f">{unknown[0].problem}</small>") == 3
+    assert document.count('class="card good"') == 1
 
 
 def test_a_suite_of_which_nothing_could_be_measured_has_a_page_that_says_why(table):
@@ -120,3 +123,22 @@ def test_a_thousand_checkpoints_with_twelve_measures_are_below_5_mb(table):
     large = suite(seeds=40, steps=25, measures=9)
     assert len(large.frame) == 1000 * 13
     assert len(suite_page(large, answers(table)).encode()) < 5e6 / 2
+
+
+def test_pairs_that_are_not_known_are_told_once_for_each_reason():
+    about = {"given": ("loss",), "over": ("seeds",)}
+    known = next(each.pearson for each in answers(suite(seeds=4, steps=5, measures=1)) if each.pearson)
+    outcomes = [f"outcome {number}" for number in range(12)]
+    unknown = [Association(measure="trace", outcome=each, problem="too few", **about) for each in outcomes]
+    others = [Association(measure="rank", outcome=each, pearson=known, p_adjusted=0.5, **about) for each in outcomes]
+    assert list(_sentences(unknown)) == [
+        "At one loss, nothing is known of 12 of 12 pairs, such as trace and outcome 0: too few."
+    ]
+    assert list(_sentences(unknown[:1])) == [unknown[0].sentence()]
+    *strongest, left, nothing = _sentences([*unknown, *others])
+    assert strongest == [each.sentence() for each in others[:8]]
+    assert left == "4 more pairs are not shown, with weaker correlations: they are on the page."
+    assert "12 of 24 pairs" in nothing
+    document = suite_page(suite(seeds=2, steps=3, measures=1), unknown)
+    assert "Not known" in document
+    assert "Measures by outcomes" not in document

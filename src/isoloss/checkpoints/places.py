@@ -143,11 +143,12 @@ def _on_hub(pattern: str, revisions: str) -> list[str]:
 
 def _family(pattern: str) -> tuple[list[str], bool]:
     """Return the models on the hub that match, and whether the hub answered; else those in the hub's cache."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants, get_session
 
     owner, _, model = pattern.rpartition("/")
     try:
         word = max(_MAGIC.split(model), key=len)
+        get_session().head(constants.ENDPOINT, timeout=20)  # asked once; the listing would ask again and again
         listed = [found.id for found in HfApi().list_models(author=owner or None, search=word or None)]
         answers = True
     except Exception:  # whatever the network or its library can raise

@@ -1,9 +1,10 @@
-"""`isoloss suite`: many checkpoints measured alike, in one table; at one loss, what predicts what?"""
+"""`isoloss suite`: many checkpoints measured in the same way; which measure predicts which outcome at one loss?"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,34 +20,38 @@ from isoloss.suites.config import SuiteConfig, members, replaced
 from isoloss.suites.table import PAGE, RECORD
 
 if TYPE_CHECKING:
+    from isoloss.statistics.association import Association
     from isoloss.suites.run import SuiteFolder
 
 EXAMPLES = [
-    ("isoloss suite 'lab/tiny-seed{seed}@step{step}' --data text.txt --output tiny", "five seeds, each at its steps"),
-    ("isoloss suite suite.toml --plan", "downloads, hours and memory of the suite in a file"),
-    ("isoloss suite tiny --import 'lm/samples_*.jsonl' --predict lastword.acc", "with the outcomes of lm-eval"),
+    (
+        "isoloss suite 'lab/tiny-seed{seed}@step{step}' --data text.txt --output tiny",
+        "several seeds, each at several steps",
+    ),
+    ("isoloss suite suite.toml --plan", "the download size, time and memory of a suite in a file"),
+    ("isoloss suite tiny --import 'lm/samples_*.jsonl' --predict lastword.acc", "adds outcomes from lm-eval"),
     ("isoloss suite 'runs/{recipe}-{seed}/checkpoints/step-{step}' --output out --levels recipe", "runs of isoloss"),
     ("isoloss suite 'runs/*/checkpoint-*' --data docs=python:docs code=src --output out", "on two texts"),
 ]
-COMMON = "checkpoints output data measures outcomes cluster along levels plan predict num_sequences workers"
-_FEW = 8  # problems that are printed
-_GUESS = "a guess: 6 operations for each parameter, token and measure, at 40 GFLOP/s, or 40 TFLOP/s of a GPU"
+COMMON = "checkpoints output data measures outcomes cluster along levels import_ predict plan num_sequences workers"
+_FEW = 8  # problems, and pairs that are not shown, that are printed
+_GUESS = "a guess: 6 operations per parameter, token and measure, at 40 GFLOP/s (CPU) or 40 TFLOP/s (GPU)"
 _IN_CONFIG = ("measures", "outcomes", "cluster", "along", "levels", "loss_margin", "device", "trust_remote_code")
 
 
 @dataclass(frozen=True)
 class Args:
-    """Measure many checkpoints alike, in a folder with one table and a page: at one loss, what predicts what?
+    """Measure many checkpoints in the same way: which measure predicts which outcome at one loss?
 
-    The same command resumes. A checkpoint that cannot be loaded and a measure that does not apply leave empty cells
-    with the reason; the rest goes on.
+    Writes one table and one page. The same command resumes. If a checkpoint cannot be loaded or a measure does not
+    apply, its cells are empty, with the reason, and everything else is still measured.
     """
 
     checkpoints: options.Positional[tuple[str, ...]]
     """Checkpoint folders, names on the Hugging Face hub (NAME@REVISION) and patterns of either, in which {seed} becomes
-    the column seed and * is anything; or one TOML file with the same settings; or the folder of a suite."""
+    the column seed and * matches anything; or one TOML file with the settings; or the folder of a suite."""
     output: Path | None = None
-    """The folder of the suite; default, for a TOML file: its name."""
+    """The folder of the suite; default for a TOML file: its name without .toml."""
     data: tuple[str, ...] = ()
     """Texts to measure on, as PATH or NAME=PATH: .txt, .jsonl, a folder, hf:NAME or python:docs, or token ids (.npy);
     default: the language of the checkpoints' runs, or else python:docs."""
@@ -54,27 +59,26 @@ class Args:
     """Names of measures (isoloss ls measures); default: trace, minimal trace, the rises of the loss with 4-bit weights
     and under noise, and effective rank and dimension. The loss is measured in any case."""
     outcomes: tuple[str, ...] = ()
-    """What is to be predicted: measures such as probe-sst2, lm-eval-TASK, or names of what is imported; default: the
-    rises."""
+    """What to predict: measures such as probe-sst2 or lm-eval-TASK, or imported outcomes; default: the rises."""
     cluster: str = ""
-    """The label of what is independent, such as seed; default: each training by itself."""
+    """The label of the independent units, such as seed; default: each training run is one."""
     along: str = ""
-    """The label of the place in a training; default: step."""
+    """The label of the position in a training run; default: step."""
     levels: str = ""
-    """The label of what else the conclusion is to hold over, such as optimizers or recipes."""
+    """A label over which the answer must also hold, such as optimizer or recipe."""
     loss_margin: float = SuiteConfig.loss_margin
-    """How far losses may be apart to count as the same, in nats per predicted token."""
+    """How far apart losses may be and still count as the same, in nats per predicted token."""
     import_: tuple[str, ...] = ()
     """Outcomes that were measured elsewhere, kept in the folder: results of lm-evaluation-harness (samples_*.jsonl,
     results_*.json, or their folder), tables (.csv, .tsv) with a column checkpoint or the labels, or patterns."""
     predict: tuple[str, ...] = ()
-    """Columns of the table that are outcomes; default: those of the suite, else what was imported, else the rises."""
+    """Columns of the table to predict; default: the outcomes of the suite, else the imported ones, else the rises."""
     plan: bool = False
-    """Say what is to be downloaded and what it takes in hours and memory, and stop."""
+    """Print the download size, the time and the memory that the suite needs, and stop."""
     executor: str = "local"
     """What measures the checkpoints (isoloss ls executors)."""
     workers: int = 2
-    """Cores that are used at the same time, one for each checkpoint; for the executor slurm: number of workers."""
+    """How many checkpoints are measured at the same time, one core each; for the executor slurm: number of workers."""
     address: str = ""
     """For the executor ray: address of a cluster; default: start one on this machine."""
     submit: tuple[str, ...] = ()
@@ -86,9 +90,9 @@ class Args:
     json: bool = False
     """Print one JSON document."""
     work: bool = False
-    """Help another process with the folder of a suite, until no checkpoint is left."""
+    """Help another process to measure a suite, until no checkpoint is left."""
     member: str = ""
-    """Measure this one checkpoint of the folder of a suite; other processes are started with it."""
+    """Measure only this checkpoint of a suite; isoloss starts its own processes with this option."""
 
 
 def arguments_class() -> type:
@@ -128,7 +132,9 @@ def _folder(args: Any) -> SuiteFolder:
     from isoloss.suites.run import SuiteFolder
 
     if not args.checkpoints:
-        raise IsolossError("no checkpoint is named: give folders, names on the Hugging Face hub, patterns, or a file")
+        raise IsolossError(
+            "no checkpoint is named: give folders, names on the Hugging Face hub, patterns, or a TOML file"
+        )
     first, path = Path(args.checkpoints[0]), args.output
     given = {name: getattr(args, name) for name in _IN_CONFIG}
     given |= {"texts": dict(map(_text, args.data)), "inputs": args.inputs, "settings": args.measure}
@@ -146,9 +152,10 @@ def _folder(args: Any) -> SuiteFolder:
     else:
         config = SuiteConfig(checkpoints=args.checkpoints)
     if path is None:
-        raise IsolossError("--output is missing: name a folder for the suite")
+        is_other = f"; {first} is not the folder of a suite" if len(args.checkpoints) == 1 and first.is_dir() else ""
+        raise IsolossError(f"--output is missing: name a folder for the suite{is_other}")
     if path.exists() and not (path / RECORD).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise IsolossError(f"{path} is there and is not the folder of a suite: choose another --output")
+        raise IsolossError(f"{path} already exists and is not the folder of a suite: choose another --output")
     directory = stored.directory if stored else os.getcwd()
     with contextlib.chdir(directory):
         config = replaced(config, changes)
@@ -190,7 +197,7 @@ def _run(folder: SuiteFolder, args: Any) -> int:
     try:
         execute(loop, settings)
     except KeyboardInterrupt:
-        common.note("stopped; what was measured is kept, and the same command goes on")
+        common.note("stopped; the results so far are kept, and the same command resumes")
         return interrupts.status()
     return 0 if not loop.todo else 2
 
@@ -213,15 +220,31 @@ def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
         about = {"folder": str(folder.path), "table": str(path), "page": str(page), "checkpoints": len(folder.members)}
         common.emit_json({**about, "answers": found, "problems": problems})
         return status
-    for answer in sorted(answers, key=lambda answer: not answer.shown):
-        common.say_wrapped(answer.sentence())
+    for sentence in _sentences(answers):
+        common.say_wrapped(sentence)
     common.say(f"{path}: {len(folder.members)} checkpoints, {len(table.frame):,} rows")
     common.say(f"the page is {page}")
     for problem in problems[:_FEW]:
         common.say_wrapped(f"empty: {problem}")
     if len(problems) > _FEW:
-        common.say(f"{len(problems) - _FEW} more reasons are in the column problem")
+        common.say(f"{len(problems) - _FEW} more reasons are in the column 'problem' of the table")
     return status
+
+
+def _sentences(answers: Sequence[Association]) -> Iterator[str]:
+    """Yield what is shown, the strongest of what is not, and one sentence for each reason why pairs are not known."""
+    known = {each.sentence(): (not each.shown, -abs(each.pearson.value)) for each in answers if each.pearson}
+    count = sum(each.shown for each in answers) + _FEW
+    yield from sorted(known, key=known.__getitem__)[:count]
+    if len(known) > count:
+        yield f"{len(known) - count} more pairs are not shown, with weaker correlations: they are on the page."
+    unknown: dict[str, list[Association]] = {}
+    for each in answers:
+        if each.pearson is None:
+            unknown.setdefault(each.problem, []).append(each)
+    for problem, pairs in unknown.items():
+        many = f"{len(pairs)} of {len(answers)} pairs, such as {pairs[0].measure} and {pairs[0].outcome}"
+        yield pairs[0].sentence() if len(pairs) == 1 else f"At one loss, nothing is known of {many}: {problem}."
 
 
 def _plan(folder: SuiteFolder, args: Any) -> int:
@@ -245,7 +268,8 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
             "hours": remaining(alike, args.workers).core_seconds / 3600,
             "memory": alike[-1].memory if is_measured or unit.expected is None else unit.expected.memory,
         }
-    sources = sorted({size.source for size in known.values()})
+    sources = sorted({size.source for size in known.values() if size.parameters is not None})
+    unknown = [name for name, size in known.items() if size.parameters is None]
     measured = sum(status.is_measured for status in states)
     basis = f"{measured} checkpoints measured here" if measured else _GUESS
     hours = "GPU-hours" if left.gpu_seconds else "core-hours"
@@ -253,18 +277,31 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
         common.emit_json({"sizes": rows, "seconds": left.with_workers, "sizes_from": sources, "time_from": basis})
         return 0
     cells = [
-        (name, row["checkpoints"], row["done"], _amount(row["download"]), rough(row["hours"]), _amount(row["memory"]))
+        (
+            name,
+            row["checkpoints"],
+            row["done"],
+            _amount(row["download"]),
+            "?" if row["memory"] is None else rough(row["hours"]),
+            _amount(row["memory"]),
+        )
         for name, row in rows.items()
     ]
     columns = ("size", "checkpoints", "done", "download (GB)", hours, "memory (GB)")
     common.print_table(f"{len(states)} checkpoints, to be kept in {folder.path}", columns, cells)
     download = [row["download"] for row in rows.values()]
     total = "unknown" if None in download else f"{rough(sum(download) / 1e9)} GB"
-    common.say_wrapped(
-        f"To download: {total}. Time: {duration(left.with_workers)} with {args.workers} workers, "
-        f"{rough((left.gpu_seconds or left.core_seconds) / 3600)} {hours}. "
-        f"Sizes are from {' and '.join(sources)}, times and memory from {basis}."
-    )
+    if sources or measured:
+        common.say_wrapped(
+            f"To download: {total}. Time: {duration(left.with_workers)} with {args.workers} workers, "
+            f"{rough((left.gpu_seconds or left.core_seconds) / 3600)} {hours}. "
+            f"Sizes are from {' and '.join(sources) or 'nothing'}, times and memory from {basis}."
+        )
+    if unknown:
+        common.say_wrapped(
+            f"Of {len(unknown)} checkpoints there is no model on this machine, and nothing tells their size or time "
+            f"(first: {unknown[0]}). Train or download them first, or give the table `parameters`."
+        )
     return 0
 
 

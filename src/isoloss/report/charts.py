@@ -427,6 +427,7 @@ _CONFIG: Spec = {
         "titleFontSize": 13,
         "symbolSize": 90,
         "labelLimit": 320,
+        "titleLimit": 320,
         "symbolOpacity": 1,
         "padding": 8,  # keeps the legends away from each other
     },

@@ -149,7 +149,7 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
 
     Raises:
         IsolossError: There are no checkpoints at all, braces hold no name that a column can have, a name has several
-            readings, or `cluster`, `along` or `levels` is no label.
+            readings, or `cluster`, `along`, `levels` or a name in `labels` is no label.
     """
     found: dict[str, Mapping[str, int | str]] = {}
     places: dict[str, str] = {}  # one folder may be named in several ways, and is one checkpoint
@@ -184,8 +184,9 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
     labels = label_names(found.values())
     if clash := next((name for name in labels if name in config.measured), None):
         raise IsolossError(f"braces hold {{{clash}}}, which is what the suite measures: give the label another name")
-    for role in ("cluster", "along", "levels"):
-        if (name := getattr(config, role)) and name not in labels:
+    named = [(role, getattr(config, role)) for role in ("cluster", "along", "levels")]
+    for role, name in (*named, *(("a name in the table labels", name) for name in config.labels)):
+        if name and name not in labels:
             known = did_you_mean(name, labels) or f"; the labels are {', '.join(labels) or 'none: there are no braces'}"
             raise IsolossError(f"{role} is {name!r}, which is no label of the checkpoints{known}")
     return [Member(name, of_it) for name, of_it in found.items()]
@@ -201,7 +202,7 @@ def _label_names(pattern: str) -> list[str]:
     for name in names:
         if not name.isidentifier() or name in COLUMNS:
             raise IsolossError(
-                f"{pattern!r} has {{{name}}}: braces hold the name of a column, such as seed, and none of "
+                f"{pattern!r} has {{{name}}}: braces hold the name of a new column, such as seed, but none of "
                 f"{', '.join(COLUMNS)}"
             )
     return names
@@ -223,7 +224,7 @@ def _read(name: str, pattern: str, labels: Mapping[str, Sequence[int | str]]) ->
         told = (" and ".join(f"{key} {value}" for key, value in each.items()) for each in (one, other))
         *_, open_one = (key for key in one if one[key] != other[key] and key not in labels)
         raise IsolossError(
-            f"{pattern!r} reads {name} as {', or as '.join(told)}: say in a TOML file which values there are, as "
+            f"{pattern!r} reads {name} as {', or as '.join(told)}: list the values in a TOML file, as "
             f"labels = {{{open_one} = [...]}}"
         )
     return one

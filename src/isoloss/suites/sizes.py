@@ -37,7 +37,7 @@ def sizes(config: SuiteConfig, members: tuple[Member, ...]) -> dict[str, Size]:
         try:
             there = folder if folder.is_dir() else downloaded(name, revision or None)
             parameters = sum(math.prod(weight.shape) for weight in stored_weights(str(there)).values())
-            size = Size(parameters, 0, "headers of files")
+            size = Size(parameters, 0, "headers of files") if parameters else None
         except (IsolossError, ValueError, OSError):  # not on this machine
             if ask and not folder.is_absolute():
                 size, ask = _of_hub(name, revision or None)

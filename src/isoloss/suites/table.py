@@ -146,7 +146,8 @@ class SuiteTable:
             starts = f"{wanted}, ", f"{wanted.removeprefix('lm-eval-')}."
             found = [name for name in named if wanted in (name, bare[name]) or bare[name].startswith(starts)]
             if not found and wanted in predict:
-                raise IsolossError(f"the table has no column {wanted!r}{did_you_mean(wanted, named)}")
+                known = did_you_mean(wanted, named) or f"; it has {', '.join(named)}"
+                raise IsolossError(f"the table has no column {wanted!r}{known}")
             outcomes |= dict.fromkeys(found)
         loss = next((name for name in losses if bare[name] == "loss"), "")
         return loss, [name for name in named if name not in (*losses, *imported, *outcomes)], list(outcomes)

@@ -474,7 +474,7 @@ def barrier(
 
 def _why_no_frontier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
     if not getattr(measure, "frontier_with"):  # noqa: B009 - a setting
-        return "frontier_with names no other text"
+        return "frontier_with names no other text (--frontier-with)"
     return (
         "it takes two texts, and the model is measured on a language: add --data" if context.read_text is None else None
     )
@@ -612,7 +612,7 @@ def _why_no_agreement(measure: FunctionMeasure, context: MeasureContext) -> str 
 
     named = getattr(measure, "agreement_with")  # noqa: B009 - a setting
     if not named:
-        return "agreement_with names no other text"
+        return "agreement_with names no other text (--agreement-with)"
     if context.read_text is None:
         return "it compares two texts, and the model is measured on a language: give --data"
     try:
