@@ -205,7 +205,7 @@ def _label_names(pattern: str) -> list[str]:
     for name in names:
         if not name.isidentifier() or name in COLUMNS:
             raise IsolossError(
-                f"{pattern!r} has {{{name}}}: braces hold the name of a column, such as seed, and none of "
+                f"{pattern!r} has {{{name}}}: braces hold the name of a new column, such as seed, but none of "
                 f"{', '.join(COLUMNS)}"
             )
     return names
@@ -227,7 +227,7 @@ def _read(name: str, pattern: str, labels: Mapping[str, Sequence[int | str]]) ->
         told = (" and ".join(f"{key} {value}" for key, value in each.items()) for each in (one, other))
         *_, open_one = (key for key in one if one[key] != other[key] and key not in labels)
         raise IsolossError(
-            f"{pattern!r} reads {name} as {', or as '.join(told)}: say in a TOML file which values there are, as "
+            f"{pattern!r} reads {name} as {', or as '.join(told)}: list the values in a TOML file, as "
             f"labels = {{{open_one} = [...]}}"
         )
     return one
