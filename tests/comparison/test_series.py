@@ -142,7 +142,7 @@ def test_copies_and_jumps_of_a_series_are_named():
         "The trace jumps between checkpoint-40 and checkpoint-50",
         "checkpoint-60 and checkpoint-70 have identical weights.",
     ]
-    assert "What happens along the steps of a?" in comparison_page(comparison)
+    assert "How do the measures change over the steps of a?" in comparison_page(comparison)
     falling = compared(run("a", [3, 2, 1.7, 1.6, 1.55, 1.53], [9, 10, 11, 12, 13, 14]))
     assert not list(jumps(falling, dict(enumerate(falling.models)), {}))
 

@@ -108,7 +108,7 @@ def test_documents_that_only_one_has_are_left_out(tmp_path):
     read = {"early": copy / "models__early", "late": file}  # samples alone, under names of one's own
     cut = read_lm_eval(read)
     assert cut.models.keys() == {"early", "late"}
-    with pytest.warns(IsolossWarning, match="2 documents that only one of late and early has are left out"):
+    with pytest.warns(IsolossWarning, match="left out 2 documents that only one of late and early has"):
         difference = cut.difference(metric, "late", "early")
     assert difference.samples == len(whole) - 2
     (other,) = copy.glob("models__early/samples_topics_rolling_*")
@@ -126,7 +126,7 @@ def test_results_without_samples(tmp_path):
     }
     file = tmp_path / "results_2026-11-29T10-03-26.449767.json"
     file.write_text(json.dumps(document))
-    with pytest.warns(IsolossWarning, match="mmlu.f1 is no mean over its samples, and no error of it is known"):
+    with pytest.warns(IsolossWarning, match="mmlu.f1 is not a mean over its samples, and the results give no error"):
         results = read_lm_eval(str(file))
     estimate = results.models["lab/tiny@step10"]["mmlu.acc"]
     assert (estimate.value, estimate.stderr, estimate.unit) == (0.5, 0.1, "accuracy")
@@ -137,7 +137,7 @@ def test_results_without_samples(tmp_path):
     (tmp_path / "results_2026-12-01T00-00-00.1.json").write_text(json.dumps(later))
     with pytest.warns(IsolossWarning) as told:
         latest = read_lm_eval([tmp_path])
-    assert "lab/tiny@step10 has several results of mmlu.acc: the latest counts" in [str(each.message) for each in told]
+    assert "lab/tiny@step10 has several results for mmlu.acc: the latest counts" in [str(each.message) for each in told]
     assert latest.models["lab/tiny@step10"]["mmlu.acc"].value == 0.6
 
 
@@ -149,7 +149,7 @@ def sample(value, metric="acc", name="a"):
     ("samples", "message"),
     [
         ([sample(1.0)], "an error bar needs at least 2 independent samples, not 1"),
-        ([sample(["a", "b"], "bleu"), sample(["a", "b"], "bleu", "b")], "quiz.bleu is no mean over its samples"),
+        ([sample(["a", "b"], "bleu"), sample(["a", "b"], "bleu", "b")], "quiz.bleu is not a mean over its samples"),
         (
             [sample(-800.0, "perplexity"), sample(-900.0, "perplexity", "b")],
             r"perplexity is above 2e\+130, where it is not a finite number",
@@ -175,3 +175,13 @@ def test_refused(tmp_path):
     (tmp_path / "results_2026-01-01T12-00-00.0.json").write_text("{}")
     with pytest.raises(IsolossError, match="it has no table 'results'"):
         read_lm_eval(tmp_path)
+
+
+def test_other_examples_in_the_prompts_are_told(tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "both")
+    (file,) = tmp_path.glob("both/models__late/results_*.json")
+    document = json.loads(file.read_text())
+    document["n-shot"]["topics_word"] = 5
+    file.write_text(json.dumps(document))
+    with pytest.warns(IsolossWarning, match="topics_word have different.*: 0 for models/early, 5 for models"):
+        read_lm_eval(tmp_path / "both")

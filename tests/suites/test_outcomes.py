@@ -47,7 +47,7 @@ def test_the_index_that_pandas_writes_is_no_outcome(tmp_path):
 
 def test_a_table_by_labels(tmp_path):
     text = "step\tqa\tseed\n10\t0.25\t0\n20\t0.5\t1.0\n30\t1\t1\n"
-    with pytest.warns(IsolossWarning, match=r"of no checkpoint of the suite: 1 \(first: line 4, seed 1, step 30\)"):
+    with pytest.warns(IsolossWarning, match=r"match no checkpoint of the suite: 1 \(first: line 4, seed 1, step 30\)"):
         found = read_outcomes([written(tmp_path, text, "results.tsv")], MEMBERS)
     assert numbers(found) == {("runs/seed0@step10", "qa"): 0.25, ("runs/seed1@step20", "qa"): 0.5}
 
@@ -56,16 +56,16 @@ def test_a_table_by_labels(tmp_path):
     ("text", "message"),
     [
         ("model,qa\na,1\n", r"has no column checkpoint and none of a label \(seed, step\); it has model, qa"),
-        ("seed,step,note\n0,10,good\n", "has no column of numbers beside seed, step; it has seed, step, note"),
-        ("seed,step,qa\n0,10,0.5\n0,20,half\n", "line 3: the column qa holds no number but 'half'"),
+        ("seed,step,note\n0,10,good\n", "has no numeric column beside seed, step; it has seed, step, note"),
+        ("seed,step,qa\n0,10,0.5\n0,20,half\n", "line 3: the column qa should hold numbers and has 'half'"),
         ("seed,qa\n0,0.5\n", "line 2: seed 0 is runs/seed0@step10 or runs/seed0@step20; add a column"),
-        ("seed,step,qa\n0,10,0.5\n0,10,0.6\n", "lines 2 and 3 are both of runs/seed0@step10: leave out one of them"),
+        ("seed,step,qa\n0,10,0.5\n0,10,0.6\n", "lines 2 and 3 are both for runs/seed0@step10: leave out one of them"),
         ("seed,step,qa\n0,10,inf\n", "qa of .*results.csv, line 2: the estimate is not finite"),
         ("seed,step,qa,qa_stderr\n0,10,1,-1\n", "qa of .*results.csv, line 2: stderr is -1.0; it must be at least 0"),
         ("seed,step,qa,qa\n0,10,1,2\n", "has two columns 'qa': leave out one of them"),
         ("seed,step,qa, qa\n0,10,1,2\n", "has two columns 'qa': leave out one of them"),
-        ('seed,step,qa,go\n0,10,"0,5",1\n', "line 2: the column qa holds no number but '0,5'"),
-        ("seed,step,qa,go\n0,10,61%,1\n", "line 2: the column qa holds no number but '61%'"),
+        ('seed,step,qa,go\n0,10,"0,5",1\n', "line 2: the column qa should hold numbers and has '0,5'"),
+        ("seed,step,qa,go\n0,10,61%,1\n", "line 2: the column qa should hold numbers and has '61%'"),
         ("seed,step,qa\n0,10,1,2\n", "is not a readable .csv file"),
         ("", "is not a readable .csv file"),
     ],
@@ -105,6 +105,6 @@ def test_samples_alone_have_the_name_of_their_folder(tmp_path):
     shutil.copytree(DATA / "models__late", folder, ignore=shutil.ignore_patterns("results_*"))
     of_seed = [Member("runs/seed0@step10", {})]
     assert {each.checkpoint for each in read_outcomes([folder], of_seed)} == {"runs/seed0@step10"}
-    which = "runs__seed0, which may be runs/seed0@step10 or runs/seed0@step20: put results_DATE.json beside the samples"
+    which = "runs__seed0, which may belong to runs/seed0@step10 or runs/seed0@step20: put results_DATE.json"
     with pytest.warns(IsolossWarning, match=which):
         assert not read_outcomes([folder], MEMBERS)

@@ -89,10 +89,19 @@ def test_folders_of_any_name(cache):
     assert found("pairs/{seed}/seed{seed}") == {"pairs/1/seed1": {"seed": 1}}
 
 
+def test_a_run_stands_for_its_last_checkpoint(cache):
+    for step in (5, 40):
+        saved(Path(f"runs/sgd/checkpoints/step-{step}"))
+    Path("runs/sgd/run.json").write_text("{}")
+    assert found("runs/sgd") == {"runs/sgd/checkpoints/step-40": {}}
+    given = {"runs/sgd/checkpoints/step-40": {"recipe": "sgd"}}
+    assert found("runs/{recipe}", labels={"recipe": ["sgd"]}) == given
+
+
 def test_a_name_with_two_readings_is_refused(cache):
     for recipe in ("adamw", "adamw-4x"):
         saved(Path("runs", f"{recipe}-7"))
-    told = "reads runs/adamw-4x-7 as recipe adamw and seed 4x-7, or as recipe adamw-4x and seed 7: say"
+    told = "reads runs/adamw-4x-7 as recipe adamw and seed 4x-7, or as recipe adamw-4x and seed 7: list"
     with pytest.raises(IsolossError, match=told):
         found("runs/{recipe}-{seed}")
     with pytest.raises(IsolossError, match=r"as labels = \{seed = \[...\]\}"):
@@ -132,7 +141,7 @@ def test_clusters_do_not_run_together_and_copies_count_once():
         ({}, "checkpoints is missing"),
         ({"checkpoints": ["runs/{seed}"], "cluster": "sed"}, "cluster is 'sed', which is no label of the.*mean seed"),
         ({"checkpoints": ["runs/{seed}"], "labels": {"sed": [1]}}, "table labels is 'sed', which is no .*mean seed"),
-        ({"checkpoints": ["runs/{}"]}, r"'runs/\{\}' has \{\}: braces hold the name of a column"),
+        ({"checkpoints": ["runs/{}"]}, r"'runs/\{\}' has \{\}: braces hold the name of a new column"),
         ({"checkpoints": ["runs/{value}"]}, r"has \{value\}: braces hold"),
         ({"checkpoints": ["runs/{loss}"]}, r"braces hold \{loss\}, which is what the suite measures"),
         ({"checkpoints": ["runs/{seed}"], "measures": ["tracee"]}, "no measure 'tracee'; did you mean trace"),

@@ -75,7 +75,7 @@ def test_what_is_shown_comes_first_and_every_pair_is_in_the_matrix(document, tab
 
 def test_empty_cells_copies_and_jumps_are_named(document):
     assert f"minimal-trace of m-0@2: {NO_TRACE}" in document
-    assert "m-2@3 and m-2@4 have the same weights" in document
+    assert "m-2@3 and m-2@4 have identical weights" in document
     assert re.findall(r"Jump: loss (\S+) from .* in (\S+) to .* in (\S+)\.</p>", document) == [
         ("rises", "m-1@7", "m-1@8"),
         ("falls", "m-1@8", "m-1@9"),

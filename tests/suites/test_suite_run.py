@@ -204,7 +204,7 @@ def test_an_import_does_not_take_the_place_of_a_measure(here):
 def test_outcomes_of_others_are_kept(here):
     folder = suite("out", here, PATTERN, measures=["trace", "int4-rise"], outcomes=["chess"])
     table = folder.table()
-    assert set(table.frame.filter(measure="chess")["problem"]) == {"no outcome of this name was imported"}
+    assert set(table.frame.filter(measure="chess")["problem"]) == {"no outcome with this name was imported"}
     Path("results.csv").write_text("seed,step,chess,chess_stderr,go\n0,1,1480,25,3\n1,10,1520,24,4\n")
     folder.keep(read_outcomes(["results.csv"], folder.members))
     Path("later.csv").write_text("checkpoint,go\nlab/tiny-seed0@step1,5\n")
@@ -217,7 +217,9 @@ def test_outcomes_of_others_are_kept(here):
     assert (chess["high"], chess["samples"]) == (pytest.approx(1480 + 1.96 * 25, abs=0.01), None)  # a normal interval
     assert wide["go"].to_list() == [5, None, None, None, None, 4]
     assert wide["go_stderr"].null_count() == 6  # no error is known
-    assert table.frame.filter(measure="go")["problem"].to_list()[1] == "no such outcome of it was imported"
+    assert (
+        table.frame.filter(measure="go")["problem"].to_list()[1] == "this outcome was not imported for the checkpoint"
+    )
     # what is imported is no measure, and an outcome unless others are named
     assert table.roles()[2] == ["chess"]
     assert table.roles(["go"])[1:] == ([], ["chess", "go"])
@@ -291,7 +293,10 @@ def test_a_plan_without_files_and_hub(here, capsys):
     [
         ((), "no checkpoint is named"),
         (("lab/tiny-seed{seed}@step{step}",), "--output is missing: name a folder for the suite"),
-        (("lab/tiny-seed{seed}@step{step}", "--output", "taken"), "taken is there and is not the folder of a suite"),
+        (
+            ("lab/tiny-seed{seed}@step{step}", "--output", "taken"),
+            "taken already exists and is not the folder of a suite",
+        ),
         (("taken",), "name a folder for the suite; taken is not the folder of a suite"),
         (("suite.toml",), "suite.toml does not exist"),
         (("none/{seed}", "--output", "out"), "no folder matches"),

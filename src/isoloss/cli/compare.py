@@ -36,7 +36,7 @@ EXAMPLES = [
     ("isoloss compare A B --data text.txt --measures largest-eigenvalue fisher-rao", "with other measures of flatness"),
     ("isoloss compare A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
     ("isoloss compare TRAINER-OUTPUT --data text.txt --output kept", "all checkpoints of a Trainer's output"),
-    ("isoloss compare 'A/checkpoint-*' 'B/checkpoint-*'", "two runs, where their losses are the same"),
+    ("isoloss compare 'A/checkpoint-*' 'B/checkpoint-*'", "two runs at the same losses"),
     ("isoloss compare 'EleutherAI/pythia-14m@step*000' --data text.txt", "revisions of a model on the hub"),
 ]
 COMMON = "models data tokenizer length num_sequences task loss_margin output html csv json device"
@@ -80,7 +80,7 @@ class Args:
     min_ratio: float = MIN_RATIO
     """The smallest ratio of two traces that counts: no model is called the flattest if another is closer than this."""
     output: Path | None = None
-    """Keep the numbers of each model that is done in this folder; after a kill, the same command goes on there."""
+    """Keep the numbers of each finished model in this folder; after a kill, the same command resumes from it."""
     html: Path | None = None
     """Write a page of one screen to this file."""
     csv: Path | None = None

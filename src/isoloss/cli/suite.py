@@ -1,4 +1,4 @@
-"""`isoloss suite`: many checkpoints measured alike, in one table; at one loss, what predicts what?"""
+"""`isoloss suite`: many checkpoints measured in the same way; which measure predicts which outcome at one loss?"""
 
 from __future__ import annotations
 
@@ -24,31 +24,34 @@ if TYPE_CHECKING:
     from isoloss.suites.run import SuiteFolder
 
 EXAMPLES = [
-    ("isoloss suite 'lab/tiny-seed{seed}@step{step}' --data text.txt --output tiny", "five seeds, each at its steps"),
-    ("isoloss suite suite.toml --plan", "downloads, hours and memory of the suite in a file"),
-    ("isoloss suite tiny --import 'lm/samples_*.jsonl' --predict lastword.acc", "with the outcomes of lm-eval"),
+    (
+        "isoloss suite 'lab/tiny-seed{seed}@step{step}' --data text.txt --output tiny",
+        "several seeds, each at several steps",
+    ),
+    ("isoloss suite suite.toml --plan", "the download size, time and memory of a suite in a file"),
+    ("isoloss suite tiny --import 'lm/samples_*.jsonl' --predict lastword.acc", "adds outcomes from lm-eval"),
     ("isoloss suite 'runs/{recipe}-{seed}/checkpoints/step-{step}' --output out --levels recipe", "runs of isoloss"),
     ("isoloss suite 'runs/*/checkpoint-*' --data docs=python:docs code=src --output out", "on two texts"),
 ]
 COMMON = "checkpoints output data measures outcomes cluster along levels import_ predict plan num_sequences workers"
 _FEW = 8  # problems, and pairs that are not shown, that are printed
-_GUESS = "a guess: 6 operations for each parameter, token and measure, at 40 GFLOP/s, or 40 TFLOP/s of a GPU"
+_GUESS = "a guess: 6 operations per parameter, token and measure, at 40 GFLOP/s (CPU) or 40 TFLOP/s (GPU)"
 _IN_CONFIG = ("measures", "outcomes", "cluster", "along", "levels", "loss_margin", "device", "trust_remote_code")
 
 
 @dataclass(frozen=True)
 class Args:
-    """Measure many checkpoints alike, in a folder with one table and a page: at one loss, what predicts what?
+    """Measure many checkpoints in the same way: which measure predicts which outcome at one loss?
 
-    The same command resumes. A checkpoint that cannot be loaded and a measure that does not apply leave empty cells
-    with the reason; the rest goes on.
+    Writes one table and one page. The same command resumes. If a checkpoint cannot be loaded or a measure does not
+    apply, its cells are empty, with the reason, and everything else is still measured.
     """
 
     checkpoints: options.Positional[tuple[str, ...]]
     """Checkpoint folders, names on the Hugging Face hub (NAME@REVISION) and patterns of either, in which {seed} becomes
-    the column seed and * is anything; or one TOML file with the same settings; or the folder of a suite."""
+    the column seed and * matches anything; or one TOML file with the settings; or the folder of a suite."""
     output: Path | None = None
-    """The folder of the suite; default, for a TOML file: its name."""
+    """The folder of the suite; default for a TOML file: its name without .toml."""
     data: tuple[str, ...] = ()
     """Texts to measure on, as PATH or NAME=PATH: .txt, .jsonl, a folder, hf:NAME or python:docs, or token ids (.npy);
     default: the language of the checkpoints' runs, or else python:docs."""
@@ -56,27 +59,26 @@ class Args:
     """Names of measures (isoloss ls measures); default: trace, minimal trace, the rises of the loss with 4-bit weights
     and under noise, and effective rank and dimension. The loss is measured in any case."""
     outcomes: tuple[str, ...] = ()
-    """What is to be predicted: measures such as probe-sst2, lm-eval-TASK, or names of what is imported; default: the
-    rises."""
+    """What to predict: measures such as probe-sst2 or lm-eval-TASK, or imported outcomes; default: the rises."""
     cluster: str = ""
-    """The label of what is independent, such as seed; default: each training by itself."""
+    """The label of the independent units, such as seed; default: each training run is one."""
     along: str = ""
-    """The label of the place in a training; default: step."""
+    """The label of the position in a training run; default: step."""
     levels: str = ""
-    """The label of what else the conclusion is to hold over, such as optimizers or recipes."""
+    """A label over which the answer must also hold, such as optimizer or recipe."""
     loss_margin: float = SuiteConfig.loss_margin
-    """How far losses may be apart to count as the same, in nats per predicted token."""
+    """How far apart losses may be and still count as the same, in nats per predicted token."""
     import_: tuple[str, ...] = ()
     """Outcomes that were measured elsewhere, kept in the folder: results of lm-evaluation-harness (samples_*.jsonl,
     results_*.json, or their folder), tables (.csv, .tsv) with a column checkpoint or the labels, or patterns."""
     predict: tuple[str, ...] = ()
-    """Columns of the table that are outcomes; default: those of the suite, else what was imported, else the rises."""
+    """Columns of the table to predict; default: the outcomes of the suite, else the imported ones, else the rises."""
     plan: bool = False
-    """Say what is to be downloaded and what it takes in hours and memory, and stop."""
+    """Print the download size, the time and the memory that the suite needs, and stop."""
     executor: str = "local"
     """What measures the checkpoints (isoloss ls executors)."""
     workers: int = 2
-    """Cores that are used at the same time, one for each checkpoint; for the executor slurm: number of workers."""
+    """How many checkpoints are measured at the same time, one core each; for the executor slurm: number of workers."""
     address: str = ""
     """For the executor ray: address of a cluster; default: start one on this machine."""
     submit: tuple[str, ...] = ()
@@ -88,9 +90,9 @@ class Args:
     json: bool = False
     """Print one JSON document."""
     work: bool = False
-    """Help another process with the folder of a suite, until no checkpoint is left."""
+    """Help another process to measure a suite, until no checkpoint is left."""
     member: str = ""
-    """Measure this one checkpoint of the folder of a suite; other processes are started with it."""
+    """Measure only this checkpoint of a suite; isoloss starts its own processes with this option."""
 
 
 def arguments_class() -> type:
@@ -130,7 +132,9 @@ def _folder(args: Any) -> SuiteFolder:
     from isoloss.suites.run import SuiteFolder
 
     if not args.checkpoints:
-        raise IsolossError("no checkpoint is named: give folders, names on the Hugging Face hub, patterns, or a file")
+        raise IsolossError(
+            "no checkpoint is named: give folders, names on the Hugging Face hub, patterns, or a TOML file"
+        )
     first, path = Path(args.checkpoints[0]), args.output
     given = {name: getattr(args, name) for name in _IN_CONFIG}
     given |= {"texts": dict(map(_text, args.data)), "inputs": args.inputs, "settings": args.measure}
@@ -151,7 +155,7 @@ def _folder(args: Any) -> SuiteFolder:
         is_other = f"; {first} is not the folder of a suite" if len(args.checkpoints) == 1 and first.is_dir() else ""
         raise IsolossError(f"--output is missing: name a folder for the suite{is_other}")
     if path.exists() and not (path / RECORD).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise IsolossError(f"{path} is there and is not the folder of a suite: choose another --output")
+        raise IsolossError(f"{path} already exists and is not the folder of a suite: choose another --output")
     directory = stored.directory if stored else os.getcwd()
     with contextlib.chdir(directory):
         config = replaced(config, changes)
@@ -193,7 +197,7 @@ def _run(folder: SuiteFolder, args: Any) -> int:
     try:
         execute(loop, settings)
     except KeyboardInterrupt:
-        common.note("stopped; what was measured is kept, and the same command goes on")
+        common.note("stopped; the results so far are kept, and the same command resumes")
         return interrupts.status()
     return 0 if not loop.todo else 2
 
@@ -223,7 +227,7 @@ def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
     for problem in problems[:_FEW]:
         common.say_wrapped(f"empty: {problem}")
     if len(problems) > _FEW:
-        common.say(f"{len(problems) - _FEW} more reasons are in the column problem")
+        common.say(f"{len(problems) - _FEW} more reasons are in the column 'problem' of the table")
     return status
 
 

@@ -1,4 +1,4 @@
-"""A folder that keeps what a comparison has measured, so that the same command goes on after it was killed."""
+"""A folder that keeps the measurements of a comparison, so that the same command resumes after a kill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate
 
 _ABOUT = "comparison.json"
-_REMEDY = "delete it, and what it had is measured again"
+_REMEDY = "delete it, and its numbers are measured again"
 
 
 class Kept:
@@ -24,10 +24,10 @@ class Kept:
 
     Args:
         folder: New or empty, or of the same comparison.
-        about: What decides the estimates of all models, as JSON types: inputs and settings.
+        about: The inputs and settings that decide the estimates of all models, as JSON types.
 
     Raises:
-        IsolossError: The folder is of another comparison, or of something else.
+        IsolossError: The folder belongs to another comparison, or to something else.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
         command: The command line that made the page, which is shown at its end.
         more: What would make the errors smaller.
     """
-    # what happens along one series is neither good nor open
+    # a change over the steps of one series is neither good nor open
     tones: dict[bool | None, Tone] = _TONES | ({None: "neutral"} if len(comparison.series) == 1 else {})
     cards = [
         Card(label=answer.question, value=answer.answer, detail=answer.detail, tone=tones[answer.holds])
@@ -88,7 +88,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
     from isoloss.report.study_page import Figure, render
 
     first, *others = comparison.series
-    title = f"What happens along the steps of {first}?"
+    title = f"How do the measures change over the steps of {first}?"
     if others:
         title = f"At one loss, which is flatter: {' or '.join(comparison.series)}?"
     columns = [data.column_of(name, "nats per token") for name in comparison.along]
@@ -104,7 +104,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
                 row[column.freedom_column] = estimate.freedom
             rows.append(row)
     frame = pl.DataFrame(rows)
-    charts = {("steps", "Along the steps", "Each measure of each checkpoint."): curves(frame, shown)}
+    charts = {("steps", "Over the steps", "Each measure at each checkpoint."): curves(frame, shown)}
     panels = []
     for column in (column for column in shown if column.name in comparison.traces):
         drawn = []
@@ -118,7 +118,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
         panels.append(IntervalPanel(title=title_of, intervals=drawn, reference=1.0, log=True))
     if panels and panels[0].intervals:
         at_one = (
-            "A row for each loss that two series have in common; a series without a checkpoint of it is interpolated."
+            "A row for each loss that both series reach; a series without a checkpoint at this loss is interpolated."
         )
         losses = list(dict.fromkeys(each.row for each in panels[0].intervals))
         charts["pairs", "At one loss", at_one] = intervals(panels, losses, note=BARS)
@@ -135,7 +135,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
             for (name, heading, about), chart in charts.items()
         ],
         sections=[
-            Section(title="What happens", body="\n".join([*texts, caption])),
+            Section(title="Changes over the steps", body="\n".join([*texts, caption])),
             Section(title="How to read this", body=_READING, folded=True),
         ],
         table=frame,

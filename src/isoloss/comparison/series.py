@@ -1,6 +1,6 @@
-"""Series of checkpoints: what happens along their steps, and two series at one loss.
+"""Series of checkpoints: how measures change over the steps, and two series at one loss.
 
-A series is the steps of one training run, or of whatever else names its checkpoints by steps
+A series has the checkpoints of one training run, or of another folder or hub name with steps in its names
 (`isoloss.checkpoints.places.series_of`): a mapping from step to model.
 """
 
@@ -25,10 +25,10 @@ class Pair:
     """A checkpoint of one series and another series at the same loss.
 
     Attributes:
-        first: What is compared of the first series, in words.
-        second: The same of the second series.
-        loss: The loss at which they are.
-        comparison: The two of them; one is interpolated where no checkpoint of its series is shown to have this loss.
+        first: The checkpoint or steps of the first series, in words.
+        second: The same for the second series.
+        loss: The loss at which they are compared.
+        comparison: The comparison of both; one is interpolated if its series has no checkpoint at this loss.
     """
 
     first: str
@@ -38,7 +38,7 @@ class Pair:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The second and the first, of which differences and ratios are."""
+        """The second and the first: differences are second minus first, ratios second over first."""
         return self.second, self.first
 
 
@@ -46,13 +46,13 @@ def interpolated(lower: Mapping[str, Estimate], upper: Mapping[str, Estimate], l
     r"""Return the traces of a series where its loss is `loss`, linear in the loss between two neighboring checkpoints.
 
     With the losses $L_1$ and $L_2$ of the neighbors, $w = (L - L_1) / (L_2 - L_1)$ and $T = (1 - w) T_1 + w T_2$. The
-    error is of the delta method, $\psi = (1 - w) \psi_{T_1} + w \psi_{T_2} + s (\psi_L - (1 - w) \psi_{L_1} - w
-    \psi_{L_2})$ with the slope $s = (T_2 - T_1) / (L_2 - L_1)$, where all influences are of the same samples. That the
-    trace may not be linear between the neighbors is not in it.
+    error is from the delta method, $\psi = (1 - w) \psi_{T_1} + w \psi_{T_2} + s (\psi_L - (1 - w) \psi_{L_1} - w
+    \psi_{L_2})$ with the slope $s = (T_2 - T_1) / (L_2 - L_1)$, where all influences are over the same samples. It does
+    not cover the curvature of the trace between the neighbors.
 
     Args:
         lower: The estimates of one neighbor: `loss`, `trace` and, where it was measured, `minimal-trace`.
-        upper: Those of the other one.
+        upper: The estimates of the other neighbor.
         loss: A loss between theirs.
     """
     one, two = lower["loss"], upper["loss"]
@@ -138,18 +138,18 @@ def _pair(
 
 
 def moves(comparison: TraceComparison, series: Series, name: str) -> tuple[str, str]:
-    """Return how the estimate called `name` moves from the first step to the last one, in words, and by how much."""
+    """Return how the estimate called `name` changes from the first step to the last one, in words, and by how much."""
     *_, last = series.values()
     first = next(iter(series.values()))
     values = [number(comparison.models[model][name]) for model in (first, last)]
     if name in comparison.traces:
         ratio, (low, high) = comparison.ratio(name, last, first)
-        word = "rises" if low > 1 else "falls" if high < 1 else "is not shown to move"
+        word = "rises" if low > 1 else "falls" if high < 1 else "is not shown to change"
         detail = f"{in_digits(ratio)} times, 95 % {in_digits(low)} to {in_digits(high)}"
     else:
         difference = comparison.difference(name, last, first)
         low, high = difference.ci95
-        word = "rises" if low > 0 else "falls" if high < 0 else "is not shown to move"
+        word = "rises" if low > 0 else "falls" if high < 0 else "is not shown to change"
         detail = f"difference {number(difference)}, 95 % {interval(difference)}"
     return f"{word}{',' * (word not in ('rises', 'falls'))} from {values[0]} to {values[1]}", detail
 
@@ -171,12 +171,12 @@ def jumps(comparison: TraceComparison, series: Series, names: Mapping[str, str])
                 size = f"to {in_digits(ratio)} times (95 % {in_digits(low)} to {in_digits(high)})"
             yield (
                 f"The {name} jumps between {names[before]} and {names[after]}, {size}: more than {JUMP:g} times "
-                "as far as at the steps beside."
+                "as far as at the neighboring steps."
             )
 
 
 def summary(found: list[Pair], first: str, second: str, more: str) -> str:
-    """Return what pairs at one loss say together: how often which series is the flatter, and the last pair in full."""
+    """Return a summary of pairs at one loss: how often each series is flatter, and the verdict on the last pair."""
     flattest = [pair.comparison.verdict().flattest for pair in found]
     wins = {first: sum(map([pair.first for pair in found].__contains__, flattest))}
     wins[second] = sum(each is not None for each in flattest) - wins[first]

@@ -23,6 +23,7 @@ from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.evaluation.measures.base import make_measure
 from isoloss.registry import MEASURES
+from isoloss.runs import last_checkpoint
 from isoloss.statistics.significance import LOSS_MARGIN
 from isoloss.text import hub_datasets
 
@@ -42,7 +43,8 @@ class SuiteConfig:
 
     Attributes:
         checkpoints: Folders, names on the Hugging Face hub (`NAME@REVISION`) and patterns of either. What a name has in
-            the place of `{seed}` is its label `seed`; digits are a whole number. `*` stands for anything.
+            the place of `{seed}` is its label `seed`; digits are a whole number. `*` stands for anything. A run
+            that is named stands for its last checkpoint.
         labels: The values that a label may have, such as `{step = [0, 512, 143_000]}`; others are left out. A pattern
             whose braces are all given stands for every combination, and neither folders nor the hub are asked.
         cluster: The label of what is independent, such as `seed`; empty: all labels but `along` together, so that each
@@ -189,7 +191,8 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
         if name and name not in labels:
             known = did_you_mean(name, labels) or f"; the labels are {', '.join(labels) or 'none: there are no braces'}"
             raise IsolossError(f"{role} is {name!r}, which is no label of the checkpoints{known}")
-    return [Member(name, of_it) for name, of_it in found.items()]
+    # a run stands for its last checkpoint, as in a comparison
+    return [Member(last_checkpoint(name), of_it) for name, of_it in found.items()]
 
 
 def label_names(labels: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
@@ -202,7 +205,7 @@ def _label_names(pattern: str) -> list[str]:
     for name in names:
         if not name.isidentifier() or name in COLUMNS:
             raise IsolossError(
-                f"{pattern!r} has {{{name}}}: braces hold the name of a column, such as seed, and none of "
+                f"{pattern!r} has {{{name}}}: braces hold the name of a new column, such as seed, but none of "
                 f"{', '.join(COLUMNS)}"
             )
     return names
@@ -224,7 +227,7 @@ def _read(name: str, pattern: str, labels: Mapping[str, Sequence[int | str]]) ->
         told = (" and ".join(f"{key} {value}" for key, value in each.items()) for each in (one, other))
         *_, open_one = (key for key in one if one[key] != other[key] and key not in labels)
         raise IsolossError(
-            f"{pattern!r} reads {name} as {', or as '.join(told)}: say in a TOML file which values there are, as "
+            f"{pattern!r} reads {name} as {', or as '.join(told)}: list the values in a TOML file, as "
             f"labels = {{{open_one} = [...]}}"
         )
     return one

@@ -89,7 +89,7 @@ class TaskResults:
         own, *both = self.items[first][metric], *(self.items[each][metric].by_hash for each in (first, second))
         common = [key for key in both[0] if key in both[1]]
         if more := sum(len(documents) - len(common) for documents in both):
-            warn(f"{metric}: {more:,} documents that only one of {first} and {second} has are left out")
+            warn(f"{metric}: left out {more:,} documents that only one of {first} and {second} has")
         one, other = (Items(own.metric, {key: documents[key] for key in common}).estimate() for documents in both)
         return paired_difference(one, other)
 
@@ -149,14 +149,21 @@ def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | P
     named = [(name, [path]) for name, path in paths.items()] if isinstance(paths, Mapping) else [("", paths)]
     models: dict[str, dict[str, Estimate]] = {}
     items: dict[str, dict[str, Items]] = {}
+    shots: dict[str, dict[str, int]] = {}  # by task and model, the examples in a prompt
     for name, places in named:
         for results, samples in _runs(list(map(Path, places))):
             model = name or _model(results)
             estimates, of_documents = estimates_of(samples, results["results"])
             if again := models.get(model, {}).keys() & estimates.keys():
-                warn(f"{model} has several results of {min(again)}: the latest counts")
+                warn(f"{model} has several results for {min(again)}: the latest counts")
             items[model] = {k: v for k, v in items.get(model, {}).items() if k not in estimates} | of_documents
             models[model] = models.get(model, {}) | estimates
+            for task, examples in results.get("n-shot", {}).items():
+                shots.setdefault(task, {})[model] = examples
+    for task, of_models in shots.items():
+        if len({*of_models.values()}) > 1:
+            told = ", ".join(f"{examples} for {model}" for model, examples in of_models.items())
+            warn(f"the prompts of {task} have different numbers of examples, which is another task: {told}")
     return TaskResults(models=models, items=items)
 
 
@@ -184,7 +191,7 @@ def estimates_of(
                         estimates[name], kept[name] = estimate, own
                         continue
                 if not isinstance(value, int | float) or not isinstance(stderr, int | float):
-                    raise IsolossError(f"{name} is no mean over its samples, and no error of it is known")
+                    raise IsolossError(f"{name} is not a mean over its samples, and the results give no error for it")
                 number_of = {"samples": told.get("sample_len", UNKNOWN), "num_predictions": told.get("sample_len", 0)}
                 method = "value and error of lm-evaluation-harness"
                 estimates[name] = Estimate(value=value, stderr=stderr, unit=_unit(metric), method=method, **number_of)

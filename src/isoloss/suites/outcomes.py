@@ -63,7 +63,9 @@ def read_outcomes(paths: Sequence[str | Path], members: Sequence[Member]) -> lis
         guess = did_you_mean(model, [member.name for member in members])
         why = f"which is no checkpoint of the suite{guess}"
         if fitting:
-            why = f"which may be {fitting[0].name} or {fitting[1].name}: put results_DATE.json beside the samples"
+            why = (
+                f"which may belong to {fitting[0].name} or {fitting[1].name}: put results_DATE.json beside the samples"
+            )
         warn(f"left out: the results of {model}, {why}")
     return found
 
@@ -94,7 +96,7 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
     names = [name for name in numbers if numbers[name] and name.removesuffix(_STDERR) not in numbers.keys() - {name}]
     if not names:
         has = ", ".join(frame.columns)
-        raise IsolossError(f"{path} has no column of numbers beside {', '.join(keys)}; it has {has}")
+        raise IsolossError(f"{path} has no numeric column beside {', '.join(keys)}; it has {has}")
     found: list[Outcome] = []
     lines: dict[str, int] = {}
     others = []
@@ -113,14 +115,14 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
             which = f"{name} or {fitting[1].name}"
             raise IsolossError(f"{path}, line {line}: {told} is {which}; add a column that tells which")
         if (first := lines.setdefault(name, line)) != line:
-            raise IsolossError(f"{path}, lines {first} and {line} are both of {name}: leave out one of them")
+            raise IsolossError(f"{path}, lines {first} and {line} are both for {name}: leave out one of them")
         about: dict[str, Any] = {"unit": "", "num_predictions": 0}
         for outcome in (outcome for outcome in names if index in numbers[outcome]):
             value, stderr = numbers[outcome][index], numbers.get(f"{outcome}{_STDERR}", {}).get(index)
             about |= {"samples": 1 if stderr is None else UNKNOWN, "method": f"{outcome} of {path}, line {line}"}
             found.append(Outcome(name, outcome, Estimate(value=value, stderr=stderr or 0.0, **about)))
     if others:
-        warn(f"{path}: left out rows of no checkpoint of the suite: {len(others):,} (first: {others[0]})")
+        warn(f"{path}: left out rows that match no checkpoint of the suite: {len(others):,} (first: {others[0]})")
     return found
 
 
@@ -154,5 +156,5 @@ def _numbers(path: Path, column: Any) -> dict[int, float]:
     # a column of 0,5 or 61% is no text
     if wrong and (numbers or re.fullmatch(r"[-+]?\d*([.,]\d+)?\s*%?", column[wrong[0]])):
         place = f"{path}, line {wrong[0] + 2}"
-        raise IsolossError(f"{place}: the column {column.name} holds no number but {column[wrong[0]]!r}")
+        raise IsolossError(f"{place}: the column {column.name} should hold numbers and has {column[wrong[0]]!r}")
     return numbers

@@ -45,23 +45,24 @@ _PICKS: dict[str, Spec] = {
     "picked_area": {"type": "interval", "clear": "dblclick"},
 }
 _PICKING = (
-    "Drag over an area or click a point to bring the same checkpoints forward in every figure; double-click clears. "
-    "The filters of the table of every checkpoint do the same."
+    "Drag over an area or click a point to highlight the same checkpoints in every figure; double-click clears. "
+    "The filters of the table 'Every checkpoint' do the same."
 )
 _READING = (
-    "r at one loss is the partial correlation given the loss: what a straight line in the loss explains is taken out "
-    "of the measure and of the outcome, and r says how the rest goes together, from -1 over 0 (not at all) to 1.\n"
-    "The interval holds the true r for 95 of 100 suites like this one. Checkpoints of one cluster are not independent: "
-    "the number of clusters decides how wide it is.\n"
-    "p is the probability of a correlation as strong as this if there were none, by permuting whole clusters, with "
-    "Holm's correction for all pairs. A pair is shown if p is below 0.05 and the interval over clusters is without 0, "
-    "and that over levels too.\n"
-    "The smallest r that the suite could show is the true correlation that is found with a probability of 80 %. A pair "
-    "that is not shown may have a correlation of up to that size. None: the suite has too few clusters for so many "
-    "pairs, and can show none before pairs are left out or clusters added.\n"
-    "A jump is a step from one checkpoint of a training to the next at which the loss or the logarithm of a trace "
-    f"moves more than {JUMP:g} times as far as in the median of the steps beside it, two before and two after, by the "
-    "95 % intervals. The first step is none, and a training of fewer than five checkpoints has none."
+    "r at one loss is the partial correlation given the loss: the part that a straight line in the loss explains is "
+    "removed from the measure and from the outcome, and r is the correlation of the rest, from -1 to 1.\n"
+    "The interval contains the true r for about 95 of 100 suites like this one. Checkpoints of one cluster are not "
+    "independent: the width of the interval depends on the number of clusters.\n"
+    "p is the probability of a correlation at least this strong if there were none, by permutations of whole clusters, "
+    "with Holm's correction for all pairs. A pair is shown if p is below 0.05 and the interval over clusters excludes "
+    "0. With levels, the interval over levels must exclude 0, too.\n"
+    "The smallest r that the suite could show is the true correlation that it finds with a probability of 80 %. A pair "
+    "that is not shown may still have a correlation of up to about that size. None means that the suite has too few "
+    "clusters for so many pairs: it can show none of them unless you drop pairs or add clusters.\n"
+    "A jump is a step from one checkpoint of a training run to the next at which the loss or the logarithm of a trace "
+    f"moves more than {JUMP:g} times as far as the median of the neighboring steps (two before and two after), as "
+    "judged by the 95 % intervals. The first step is never a jump, and a run needs at least five checkpoints to have "
+    "one."
 )
 
 
@@ -88,8 +89,8 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
     if answers:
         lede += (
             f" in {len({*table.clusters()})} clusters ({answers[0].over[0]}). A measure predicts an "
-            "outcome at one loss if the two go together among checkpoints of one loss: r is their correlation with the "
-            "loss held fixed, from -1 to 1. Shown means: more than chance, corrected for the number of pairs."
+            "outcome at one loss if the two correlate among checkpoints with one loss: r is their correlation with "
+            "the loss held fixed, from -1 to 1. Shown means: significant after correction for the number of pairs."
         )
     sections = [
         # the card says why no pair has a number
@@ -150,8 +151,8 @@ def _matrix(associations: Sequence[Association]) -> Markup:
         for measure in dict.fromkeys(measure for measure, _ in cells)
     ]
     caption = (
-        "r at one loss with its 95 % interval. Blue: the two rise together; orange: one falls as the other rises; the "
-        "stronger, the darker. ✓: shown."
+        "r at one loss with its 95 % interval. Blue: both rise together; orange: one falls as the other rises; darker "
+        "colors: stronger correlations. ✓: shown."
     )
     return html_table(("measure", *outcomes), rows, left=len(outcomes) + 1, caption=caption)
 
@@ -168,8 +169,8 @@ def _cell(found: Association) -> Markup:
 def _tests(answers: Sequence[Association]) -> Markup:
     """Return the table of all that was computed of each pair."""
     header = (
-        *("measure", "outcome", "r at one loss", "of ranks", "within a band of loss", "over the levels"),
-        *("granulated Kendall", "p by permutation", "p after Holm", "smallest r to show", "checkpoints", "clusters"),
+        *("measure", "outcome", "r at one loss", "rank correlation", "within a band of losses", "over levels"),
+        *("granulated Kendall", "permutation p", "p after Holm", "smallest r it could show", "checkpoints", "clusters"),
         "remarks",
     )
     rows = []
@@ -279,13 +280,15 @@ class _Suite:
             pairs = [(columns[each.measure], columns[each.outcome], each) for each in known[:_PAIRS]]
             panels = [(x, y, f"r = {_with_interval(each.pearson)}") for x, y, each in pairs]
             panels += [(loss, x, "") for x in dict.fromkeys(x for x, _, _ in pairs)]
-            caption = "The strongest pairs, each with r at one loss: among points of one color. Below, their measures."
+            caption = (
+                "The strongest pairs, each with r at one loss: compare points of one color. Below: their measures."
+            )
             yield self._figure("at-one-loss", "At one loss", panels, f"{caption} {_PICKING}")
         if self.along and columns:
             color = f" in the color of its {self.group}" if self.groups else ""
             # the entropy of a language is the same everywhere
             panels = [(self.along, column, "") for column in columns.values() if column.name != "entropy"]
-            caption = f"A line for each training{color}. {_PICKING}"
+            caption = f"A line for each training run{color}. {_PICKING}"
             yield self._figure("along", f"Over {self.along.name}", panels, caption)
         for number, outcome in enumerate(dict.fromkeys(each.outcome for each in known) if loss else ()):
             panels = [
@@ -293,7 +296,7 @@ class _Suite:
                 for each in known
                 if each.outcome == outcome
             ]
-            caption = "The strongest r at one loss is first."
+            caption = "The strongest r at one loss comes first."
             yield self._figure(f"outcome-{number}", f"{outcome} against every measure", panels, caption)
         if loss and len(columns) > 1:
             panels = [(loss, column, "") for column in columns.values() if column != loss]
@@ -350,7 +353,7 @@ class _Suite:
         """Yield a sentence for all checkpoints of the same weights."""
         for first, others in self.table.copies().items():
             same = " and ".join(self.names[name] for name in (first, *others))
-            yield f"Copies: {same} have the same weights, and count once, as {self.names[first]}."
+            yield f"Copies: {same} have identical weights, and count once, as {self.names[first]}."
 
     def jumps(self) -> Iterator[str]:
         """Yield a sentence for each jump of a loss or trace along a training."""

@@ -159,10 +159,10 @@ class SuiteFolder:
                     title = name if has_own else label(measure, name, tuple(evaluation.estimates))
                     yield member, number(text, title, estimate, evaluation.weights)
         imported = self.imported()
-        missing = dict.fromkeys((name for _, name in imported), "no such outcome of it was imported")
+        missing = dict.fromkeys((name for _, name in imported), "this outcome was not imported for the checkpoint")
         for name in self.config.outcomes:
             if not is_measure(name):
-                missing.setdefault(name, "no outcome of this name was imported")
+                missing.setdefault(name, "no outcome with this name was imported")
         for name, problem in missing.items():
             for member in self.members:
                 found = imported.get((member.name, name))
