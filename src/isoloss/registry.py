@@ -267,7 +267,8 @@ def run_python(path: Path, prefix: str) -> ModuleType:
     # `dataclass` looks up the module of a class here, to read its annotations
     sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        # not by the loader: its bytecode is that of an earlier text where two of one size are written in one second
+        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)  # noqa: S102 - the user names the file
     except IsolossError:
         raise
     except Exception as error:

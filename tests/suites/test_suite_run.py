@@ -241,7 +241,7 @@ def test_the_command(here, made, monkeypatch, capfd):
     )
     assert main(["suite", "suite.toml", "--plan"]) == 0
     assert "7 checkpoints" in (told := capfd.readouterr().out)
-    assert "headers of files and nothing" in " ".join(told.split())
+    assert "nothing tells their size or time (first: lab/tiny-seed7@step1)" in " ".join(told.split())
     assert not Path("suite").exists()
     assert main(["suite", "suite.toml"]) == 2
     out, said = capfd.readouterr()

@@ -299,8 +299,8 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
         )
     if unknown:
         common.say_wrapped(
-            f"Of {len(unknown)} checkpoints there is no model on this machine, and nothing tells their size or time "
-            f"(first: {unknown[0]}). Train or download them first, or give the table `parameters`."
+            f"Not on this machine: {len(unknown)} of the checkpoints, and nothing tells their size or time (first: "
+            f"{unknown[0]}). Train or download them first, or give the table `parameters`."
         )
     return 0
 
