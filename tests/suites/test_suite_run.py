@@ -284,7 +284,7 @@ def test_a_plan_without_files_and_hub(here, capsys):
     Path("big.toml").write_text(Path("big.toml").read_text().replace("parameters", "# parameters"))
     assert main(["suite", "big.toml", "--plan"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "size unknown 4 0 ? ? ? Of 4 checkpoints there is no model on this machine" in out
+    assert "size unknown 4 0 ? ? ? Not on this machine: 4 of the checkpoints" in out
     assert "Time" not in out
 
 
