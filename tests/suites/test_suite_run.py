@@ -227,6 +227,7 @@ def test_outcomes_of_others_are_kept(here):
         table.roles(["ches"])
 
 
+@pytest.mark.slow
 def test_the_command(here, made, monkeypatch, capfd):
     monkeypatch.setenv("HF_HOME", str(made[0]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
