@@ -240,10 +240,8 @@ def test_no_table_of_correlations_where_none_is_defined():
     assert "pcfg_same_loss" not in {table.name for table in tables(alone)}
 
 
-def test_figure_1_comes_first_and_shows_the_band_magnified(data, figures):
-    assert list(figures) == [
-        f"pcfg-{name}" for name in ("same-loss", "sizes", "longer", "sgd", "algorithms", "expanded")
-    ]
+def test_figure_1_shows_the_band_magnified(data, figures):
+    assert list(figures) == [f"pcfg-{name}" for name in ("longer", "same-loss", "sizes", "expanded", "sgd")]
     first = figures["pcfg-same-loss"]
     spec = first.chart
     assert len(spec["concat"]) == 4  # task B: all models, then the KL and both traces in the band
@@ -277,15 +275,70 @@ def test_a_loss_is_saturated_once_the_kl_falls_by_less_than_a_tenth(kls, step):
     assert page._saturated(rows.drop("kl"), "step") is None
 
 
-def test_a_saturated_loss_is_marked_in_every_panel(figures):
-    longer = figures["pcfg-longer"]
-    # the KL is 1 at every step before the cooldown: saturated from the first one on
+def test_a_saturated_loss_is_marked_in_every_panel():
+    results = known_results({})
+    for one in results.scale.datasets[0].units:
+        for step, kl in ((20, 0.2), (40, 0.1), (60, 0.095)):
+            results.at(one.run(f"d32-{step}-cooldown"))["kl"] = measured(kl)
+    longer = page.parts(results).figures[0]
     for panel in longer.chart["concat"]:
         mark = panel["layer"][0]
         assert mark["mark"]["strokeDash"]
-        assert longer.chart["datasets"][mark["data"]["name"]] == [{"step": 20}]
+        assert longer.chart["datasets"][mark["data"]["name"]] == [{"step": 40}]
     assert "The dashed line marks the first step after which the KL falls by less than 10%." in longer.caption
     assert "the entropy, 1.5 nats per token" in longer.caption
+
+
+def test_longer_training_is_drawn_as_differences_at_one_loss():
+    """After 60 steps, the KL is half way, in the logarithm, between two cooldowns of the control after 40."""
+    results = known_results({})
+    known = {  # KL, accuracy, trace
+        **{"d32-40-cooldown-10": (0.4, 0.5, 40.0), "d32-40-cooldown": (0.2, 0.6, 30.0)},
+        **{"d32-40-cooldown-40": (0.1, 0.7, 20.0), "d32-60-cooldown": (0.2 / math.sqrt(2), 0.69, 12.5)},
+    }
+    for one in results.scale.datasets[0].units:
+        for arm, (kl, accuracy, trace) in known.items():
+            at, more = results.at(one.run(arm)), 0.01 * one.block * (arm == "d32-60-cooldown")
+            at |= {"kl": measured(kl), "probe-prefix-4": measured(accuracy + more, unit="accuracy")}
+            at |= {"trace": measured(trace * (1 + 10 * more))}
+    figure = page.parts(results).figures[0]
+    assert figure.name == "pcfg-longer"
+    (panel,) = [
+        place
+        for place, panel in enumerate(figure.chart["concat"])
+        if panel["layer"][-1]["encoding"]["y"]["title"] == "Probe accuracy, prefix-4, minus control (points)"
+    ]
+    rows = {row["step"]: row for row in drawn(figure, panel)}
+    assert (rows[40]["probe_prefix_4"], rows[40]["trace"]) == (0, 1)  # the control itself
+    assert 20 not in rows  # its KL is beyond the control's
+    assert rows[60]["probe_prefix_4"] == pytest.approx(4 + 1)  # 4, 5 and 6 points on the three grammars
+    half = 4.302653 / math.sqrt(3)  # Student's t of two degrees of freedom
+    assert rows[60]["probe_prefix_4_high"] == pytest.approx(5 + half)
+    factors = [12.5 * (1 + 0.1 * grammar) / 25 for grammar in range(3)]
+    assert rows[60]["trace"] == pytest.approx(stats.gmean(factors))
+    reach = 4.302653 * stats.sem(np.log(factors))
+    assert rows[60]["trace_low"] == pytest.approx(stats.gmean(factors) * math.exp(-reach))
+    # both are drawn with a line at no difference
+    references = {0.0, 1.0}
+    lines = [figure.chart["datasets"][one["data"]["name"]] for one in figure.chart["concat"][panel]["layer"][:2]]
+    assert {value for line in lines for row in line for value in row.values()} & references
+
+
+def bars_beyond_their_frame(figure):
+    """The ends of bars, bands and lines that lie beyond the domain of their axis: figure, field, value, domain."""
+    found = []
+    for panel in figure.chart["concat"]:
+        for layer in panel["layer"]:
+            if layer["mark"].get("clip"):  # beside a panel that shows the whole bar
+                continue
+            rows = figure.chart["datasets"][layer["data"]["name"]]
+            for name, channel in layer["encoding"].items():
+                if name in ("x", "y") and "scale" in channel:
+                    low, high = channel["scale"]["domain"]
+                    for field in {channel["field"], layer["encoding"].get(f"{name}2", channel)["field"]}:
+                        values = [row[field] for row in rows if row[field] is not None]
+                        found += [(figure.name, field, each) for each in values if not low <= each <= high]
+    return found
 
 
 def test_tables_pair_models_with_the_control_and_have_the_rates_of_each_task():
@@ -319,19 +372,18 @@ def test_tables_pair_models_with_the_control_and_have_the_rates_of_each_task():
     )
 
 
-def test_sizes_are_shown_inside_the_largest_after_cooldowns_of_every_length(figures):
+def test_sizes_are_shown_against_the_loss_after_cooldowns_of_every_length(figures):
     figure = figures["pcfg-expanded"]
     spec, rows = figure.chart, drawn(figure, 0)
-    lengths = {"-10": 10, "": 20, "-40": 40}
-    assert {(row["size"], row["run"], row["step"]) for row in rows} == {
-        (size, f"{size}-40-cooldown{length}", step) for size in ("d16", "d32") for length, step in lengths.items()
+    assert {(row["run"], row["step"]) for row in rows} == {
+        (size, step) for size in ("d16", "d32") for step in (10, 20, 40)
     }
     axes = [part["layer"][-1]["encoding"] for part in spec["concat"]]
-    assert {axis["x"]["field"] for axis in axes} == {"parameters"}
-    assert [axis["y"]["field"] for axis in axes[:4]] == [
-        *("kl", "trace_in_d32_paper", "trace_in_d32_exact", "minimal_trace_in_d32")
-    ]
-    assert "expanded into d32" in figure.caption
+    assert {axis["x"]["field"] for axis in axes} == {"kl"}
+    assert [axis["y"]["field"] for axis in axes] == ["trace_in_d32_paper", "trace_in_d32_exact", "minimal_trace_in_d32"]
+    assert "expanded into d32" in figure.title
+    probes = [part["layer"][-1]["encoding"]["y"]["title"] for part in figures["pcfg-sizes"].chart["concat"]]
+    assert probes == [f"Projected probe, {task} (%)" for task in "ABC"]
 
 
 # --- models of about one loss in the course of their training --------------------------------------------------------
@@ -481,7 +533,8 @@ def drawn_results(scale):
                         features = measured(1.0)
                         at["effective-dimension"] = dataclasses.replace(features, examples={"gram": gram})
                     elif "trace" in measure or not any(
-                        word in measure for word in ("-prefix-", "-state-", "-task-", "probe", "finetune", "-root")
+                        word in measure
+                        for word in ("-prefix-", "-state-", "-task-", "probe", "projected", "finetune", "-root")
                     ):
                         at[measure] = measured(draw.uniform(5, 50), draw.normal(size=4))
                     else:
@@ -502,6 +555,7 @@ def test_results_of_every_scale_make_claims_tables_and_figures(name):
     if name == "evening":  # at the others no verdict is given
         assert len(answer(claims, results)) == 3
     parts, made = page.parts(results), tables(results)
+    assert [bar for figure in parts.figures for bar in bars_beyond_their_frame(figure)] == []
     assert {each.name for each in made} >= {f"{each.name}_sizes" for each in few}
     assert list(parts.paper_claims) == list(page.PAPER_CLAIMS)
     captions = {re.sub("[-_]", " ", each.name, count=1): each.caption for each in (*parts.figures, *made)}
@@ -544,17 +598,6 @@ def test_the_page_lists_what_most_checkpoints_of_a_language_have():
     text = results.table().filter(pl.col("run").str.starts_with("text"))
     assert text["kl"].null_count() == text.height
     assert text["loss"].null_count() == 0
-
-
-def test_a_dataset_whose_kl_is_not_known_has_figures_of_its_loss_and_no_band():
-    results = known_text()
-    figures = page.parts(results).figures
-    assert [each.name for each in figures] == ["text-longer", "text-algorithms"]
-    axes = figures[1].chart["concat"][0]["layer"][-1]["encoding"]
-    assert (axes["x"]["field"], axes["y"]["field"]) == ("loss", "finetune_sentence_source")
-    assert "equivalent of the paper's figures 2c and 4 (right)" in figures[0].caption
-    assert "The entropy of the text is not known" in figures[0].caption
-    assert "text_same_loss" not in {each.name for each in tables(results)}
 
 
 def drawn(figure, panel):

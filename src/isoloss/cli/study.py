@@ -11,12 +11,13 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from isoloss import config as configs
 from isoloss import files, interrupts
 from isoloss.checkpoints.places import check_checkpoint, expand_checkpoints
 from isoloss.cli import common, options
@@ -52,6 +53,7 @@ _DATA = "python:docs"  # a text that comes with Python
 WATCH_SECONDS = 2.0  # between two tables of `study status --watch` on a terminal
 LINE_SECONDS = 30.0  # between two lines elsewhere
 MIB = 2**20
+_OF_ONE_RUN = ("seed", "init_from", "checkpoints")  # settings that differ from run to run by design
 STATUS_COLUMNS = ("unit", "state", "progress", "host", "since (UTC)")
 BEGUN = ("running", "failed", "interrupted")
 
@@ -251,6 +253,35 @@ class _Plan(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Show(_Command):
+    """Say what a study is: its question, scales and claims; with --settings, every hyper-parameter."""
+
+    settings: bool = False
+    """Print each setting of training and measuring with its values, and which models have each value."""
+
+    def run(self) -> int:
+        folder = self.study()
+        values = _settings(folder)
+        claims = {claim.id: claim.statement for claim in folder.study.claims}
+        if self.json:
+            common.emit_json({"scale": folder.scale_name, "claims": claims, "settings": values})
+            return 0
+        if not self.settings:
+            for paragraph in (folder.study.title or folder.study.name, *folder.study.lead):
+                common.say_wrapped(paragraph)
+            scales = [(name, scale.description) for name, scale in folder.study.scales.items()]
+            common.print_table("Scales", ("scale", "what it takes"), scales, left=2)
+            common.print_table("Claims", ("claim", "statement"), claims.items(), left=2)
+            return 0
+        rows = [
+            (setting, value, ", ".join(models)) for setting, found in values.items() for value, models in found.items()
+        ]
+        title = f"Settings of {folder.study.name} at scale {folder.scale_name}; without a model: of all"
+        common.print_table(title, ("setting", "value", "models"), rows, left=3)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Status(_Command):
     """Show which units are done, which are running and which have failed."""
 
@@ -430,6 +461,7 @@ def submit_parameters(words: Sequence[str]) -> dict[str, str | int | float]:
 
 SUBCOMMANDS = {
     "new": _New,
+    "show": _Show,
     "plan": _Plan,
     "run": _Run,
     "work": _Work,
@@ -572,6 +604,46 @@ def _document(folder: StudyFolder, states: Sequence[UnitStatus], workers: int) -
             for status in states
         ],
     }
+
+
+def _settings(folder: StudyFolder) -> dict[str, dict[str, list[str]]]:
+    """Return each setting's values, each with the models that have it, by language: none where all have it."""
+    found: dict[str, dict[str, dict[str, None]]] = {}
+    languages: dict[str, dict[str, None]] = {}
+    for name, experiment in folder.scale.experiments.items():
+        config = configs.to_dict(experiment.config)
+        language = (config.get("language") or {}).get("kind", "")
+        model = ": ".join(filter(None, (language, experiment.group or name)))
+        languages.setdefault(language, {})[model] = None
+        measuring = {key: value for part in experiment.measurements for key, value in part.settings.items()}
+        for setting, value in _flat({**config, "measures": measuring}):
+            if setting.rpartition(".")[2] not in _OF_ONE_RUN:
+                found.setdefault(setting, {}).setdefault(str(value), {})[model] = None
+
+    def named(some: dict[str, None]) -> list[str]:
+        whole = [language for language, models in languages.items() if models.keys() <= some.keys()]
+        if len(whole) == len(languages):
+            return []
+        rest = some.keys() - {model for language in whole for model in languages[language]}
+        return [f"{language}: all" for language in whole] + [model for model in some if model in rest]
+
+    return {
+        setting: {value: named(some) for value, some in values.items()}
+        for setting, values in found.items()
+        if values.keys() != {"None"}
+    }
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of nested tables, by dotted names."""
+    for key, value in document.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            value = {str(number): each for number, each in enumerate(value, start=1)}
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
 
 
 def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int) -> None:

@@ -161,7 +161,8 @@ def curves(
         panels.append(
             {
                 "layer": [
-                    *_saturation(x, saturated),
+                    *_dashed("x", x, saturated),
+                    *_dashed("y", y, column.reference),
                     layer(rows, {"type": "area"}, **common, **interval, opacity=opacity(0.2, whole_run=True)),
                     # a rule too: the band of a single checkpoint has no width
                     layer(rows, {"type": "rule", "strokeWidth": RULE}, **common, **interval, opacity=opacity()),
@@ -194,7 +195,7 @@ def sizes(
         panels.append(
             {
                 "layer": [
-                    *_saturation(x, saturated),
+                    *_dashed("x", x, saturated),
                     layer(
                         data.size_means(frame, column).to_dicts(),
                         line,
@@ -219,10 +220,10 @@ def sizes(
     return _side_by_side(panels, drawing.pick, words, note=f"{BARS}; lines: means of a group{_marked(saturated)}")
 
 
-def _saturation(x: Spec, at: float | None) -> list[Spec]:
-    """Return a dashed vertical line at a place of the horizontal axis, if there is one."""
+def _dashed(name: str, axis: Spec, at: float | None) -> list[Spec]:
+    """Return a dashed line across the panel at a place of its x or y axis, if there is one."""
     mark = {"type": "rule", "color": INK, "strokeWidth": RULE, "strokeDash": [4, 4]}
-    return [] if at is None else [layer([{x["field"]: at}], mark, x=x)]
+    return [] if at is None else [layer([{axis["field"]: at}], mark, **{name: axis})]
 
 
 def _marked(at: float | None) -> str:

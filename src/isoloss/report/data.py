@@ -40,6 +40,7 @@ class Column:
     unit: str  # E.g. `nats per token`
     log: bool = False  # whether its axis is logarithmic; its values must then be above 0
     percent: bool = False  # whether the column holds a fraction that is shown in percent
+    reference: float | None = None  # the value that means no difference, marked by a line
 
     @property
     def stderr_column(self) -> str:
@@ -113,8 +114,8 @@ def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
 
     Returns:
         run, group, size, parameters, step, and for each measure, by its `field`: the value (in percent where it
-        is), `<field>_low` and `<field>_high` (the 95 % confidence interval; the low end is null where it is not above 0
-        and the axis is logarithmic; of a percentage, within 0 and 100), `<field>_text` (value ± one standard error).
+        is), `<field>_low` and `<field>_high` (the 95 % confidence interval; that of the logarithm where the axis is
+        logarithmic; of a percentage, within 0 and 100), `<field>_text` (value ± one standard error).
         Rows by run and step.
 
     Raises:
@@ -178,25 +179,27 @@ def _one(
     low, high = scale * (value - half), scale * (value + half)
     if column.percent:
         low, high = max(low, 0.0), min(high, 100.0)
-    return scale * value, None if column.log and low <= 0 else low, high, rounded(scale * value, scale * stderr)
+    elif column.log:
+        # symmetric on the axis, where an interval around the value itself could reach 0 and be cut at the frame
+        low, high = value * math.exp(-half / value), value * math.exp(half / value)
+    return scale * value, low, high, rounded(scale * value, scale * stderr)
 
 
 def panel(frame: pl.DataFrame, *shown: Column) -> tuple[pl.DataFrame, dict[Column, tuple[float, float]]]:
     """Return the rows of a prepared table that have all of these measures, and the ends of each measure's axis.
 
-    The axes hold all error bars with a little room, those of percentages none beyond 0 and 100. A bar that reaches 0 on
-    a logarithmic axis runs to the axis' end. That no row has all of them is an error.
+    The axes hold all error bars with a little room, those of percentages none beyond 0 and 100, and a measure's line of
+    reference. That no row has all of them is an error.
     """
     rows = frame.filter(*(pl.col(m.field).is_not_null() for m in shown))
     if not rows.height:
         raise IsolossError(f"no checkpoint has {' and '.join(m.name for m in shown)}")
     axes = {}
     for column in shown:
-        # a null low end reached 0, where a logarithmic axis has no place: the value itself bounds the axis then
-        lows = rows.select(pl.coalesce(f"{column.field}_low", column.field)).to_series().to_list()
-        values = [*lows, *rows.get_column(f"{column.field}_high")]
-        axes[column] = ends(values, log=column.log, percent=column.percent)
-    return rows.with_columns(pl.col(f"{m.field}_low").fill_null(axes[m][0]) for m in shown), axes
+        values = [*rows.get_column(f"{column.field}_low"), *rows.get_column(f"{column.field}_high")]
+        marked = [] if column.reference is None else [column.reference]
+        axes[column] = ends([*values, *marked], log=column.log, percent=column.percent)
+    return rows, axes
 
 
 def log_ticks(ends: Sequence[float]) -> list[float]:

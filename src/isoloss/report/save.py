@@ -1,10 +1,12 @@
-"""Charts as files for a paper: PNG, SVG and PDF by vl-convert, the same bytes every time."""
+"""Charts as files for a paper: PNG, SVG and PDF by vl-convert, CSV of what they show; the same bytes every time."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import Any
+
+import polars as pl
 
 from isoloss import files
 from isoloss.errors import IsolossError
@@ -21,10 +23,10 @@ _SYMBOL = 26  # points that an entry of a legend takes beside its letters
 
 
 def save(chart: Spec, file: Path) -> None:
-    """Write a chart of `isoloss.report` to a `.png`, `.svg` or `.pdf` file, whole or not at all.
+    """Write a chart of `isoloss.report` to a `.png`, `.svg` or `.pdf` file, whole or not at all, or its data to `.csv`.
 
     It is drawn at the size of a paper: letters of 8 points, up to three panels of 2.4 by 1.9 inches in a row, a legend
-    above and a note below them that says what bars and lines are.
+    above and a note below them that says what bars and lines are. The data are the points, with the ends of their bars.
     """
     import vl_convert
 
@@ -39,8 +41,14 @@ def save(chart: Spec, file: Path) -> None:
             entries = rb"(?:\n +/\w+ \d+ 0 R)+"
             pdf: bytes = vl_convert.vegalite_to_pdf(**given)
             written = re.sub(entries, lambda match: b"\n".join(sorted(match[0].split(b"\n"))), pdf)
+        case ".csv":
+            # the points are the last layer of a panel; panels without one of their measures have fewer
+            shown = dict.fromkeys(panel["layer"][-1]["data"]["name"] for panel in chart["concat"])
+            frames = [pl.DataFrame(chart["datasets"][name], infer_schema_length=None) for name in shown]
+            table = pl.concat(frames, how="diagonal_relaxed").unique(maintain_order=True)
+            written = table.write_csv().encode()
         case _:
-            raise IsolossError(f"the figure is {file}; its name must end in .png, .svg or .pdf")
+            raise IsolossError(f"the figure is {file}; its name must end in .png, .svg or .pdf, or its data's in .csv")
     files.write_bytes(file, written)
 
 

@@ -41,7 +41,7 @@ def report(folder: StudyFolder, complete: Collection[int] | None = None) -> Path
     return write(folder, folder.results(complete), path)
 
 
-def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str, ...] = ("pdf", "png")) -> Path:
+def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str, ...] = ("pdf", "png", "csv")) -> Path:
     """Write the page of a study's results to `path`, and its figures beside it; return `path`.
 
     The page of an unfinished study has tables and figures, but no answer and no claims.

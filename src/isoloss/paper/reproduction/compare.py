@@ -55,12 +55,28 @@ class DatasetResults:
         is_run = unit.run(after_cooldown) in self.results.experiments
         return self.at(unit, after_cooldown if is_run else arm)
 
-    def path(self, unit: Unit, arm: str) -> list[Checkpoint]:
-        """Return checkpoints that come to lower losses: after cooldowns of every length or, without, along training."""
-        start, lengths = self.dataset.start, self.dataset.cooldown_lengths
+    def cooled(self, arm: str, step: int, length: int = 0) -> Model:
+        """Return the end of a cooldown after a step; `length` as for `cooldown_run`."""
+        return Model(cooldown_run(arm, step, length), length or self.dataset.cooldowns[0])
+
+    def path_models(self, arm: str) -> list[Model]:
+        """Return models that come to lower losses: after cooldowns of every length or, without, along training."""
+        lengths = self.dataset.cooldown_lengths
         if lengths:
-            return [self.at(unit, cooldown_run(arm, start, length)) for length in lengths]
-        return [self.at(unit, arm, step) for step in self.dataset.watched]
+            return [self.cooled(arm, self.dataset.start, length) for length in lengths]
+        return [Model(arm, step) for step in self.dataset.watched]
+
+    def path(self, unit: Unit, arm: str) -> list[Checkpoint]:
+        """Return the checkpoints of `path_models`."""
+        return [self.at(unit, *model) for model in self.path_models(arm)]
+
+    def beside_control(self, model: Model) -> Contrast:
+        """Return a model and the control that is interpolated at its loss, of each unit that has both."""
+
+        def pair(data: DatasetResults, unit: Unit) -> Pair | None:
+            return interpolated_control(data.path(unit, data.dataset.main), data.at(unit, *model))
+
+        return _contrast(self, Comparison("", ("control", model.arm), pair, ""))
 
     def size_pair(self, unit: Unit, smaller: str, larger: str) -> Pair | None:
         """Return two sizes at the same loss; None where no two checkpoints bracket the loss."""

@@ -21,6 +21,7 @@ from isoloss.studies.plan import Expected, Resources
 FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
 SGD_SHOWN = ("figure 4", "figure 10")
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
+AGAIN = 15  # added to the seed of a run that has been continued once, for other sentences
 TEACHER = "teacher"  # the run whose last checkpoint is the language of a dataset
 # baselines of the probe without a model, and what they are called
 BASELINES = {
@@ -75,7 +76,7 @@ class Arm:
     title: str  # in figures and tables
     changes: Mapping[str, Any] = field(default_factory=dict)  # of the main model's config, if trained from scratch
     stages: tuple[StageConfig, ...] = ()  # instead: what follows the main model's step `start`
-    watched: tuple[int, ...] = ()  # measured steps besides the last, counted from the start of the stages
+    watched: tuple[int, ...] = ()  # of its first stage: steps after which a cooldown branches off, and is measured
     shown_in: tuple[str, ...] = ()  # the figures and tables of the paper
 
 
@@ -100,7 +101,6 @@ class Dataset:
     sizes: Mapping[str, ModelConfig]  # of figure 3 and its like, ascending
     expanded: Mapping[str, ModelConfig] = field(default_factory=dict)  # of Table 4; the last is what all become
     main: str  # the size that is followed over its steps and that the arms are compared with
-    followed: str = ""  # the size of figure 2, where it is another one
     watched: tuple[int, ...]  # the measured steps; the last is the end of training
     cooldowns: tuple[int, ...] = ()  # lengths of the cooldown: the usual one, then the others
     cooldown_rate: float = 3e-3  # its highest learning rate
@@ -249,6 +249,10 @@ class Dataset:
         for name, arm in self.arms.items():
             if arm.stages:
                 runs[name] = self._continued(unit, arm)
+                for step in arm.watched if self.cooldowns else ():
+                    config: Any = runs[name].config
+                    config = dataclasses.replace(config, stages=())
+                    runs[cooldown_run(name, step)] = self._cooldown(unit, name, step, config, arm.title, self.few_shot)
                 continue
             config = self._config(unit, **{"model": self.sizes[self.main], **arm.changes})
             runs[name] = self._run(unit, config, arm.title, self.watched, shown_in=arm.shown_in)
@@ -267,8 +271,7 @@ class Dataset:
         has_baselines = is_main and bool(shown.baselines)
         shown_in = (
             *shown.sizes,
-            *(shown.longer if size == (self.followed or self.main) else ()),
-            *(shown.main if is_main else ()),
+            *((*shown.longer, *shown.main) if is_main else ()),
             *(shown.expanded if size in self.expanded or self.expands_cooled else ()),
             *(shown.baselines if is_main else ()),
         )
@@ -307,8 +310,9 @@ class Dataset:
         config = self._config(unit, self.sizes[self.main], steps=steps, stages=stages, checkpoints=arm.watched)
         config = continued(unit, config, f"{self.main}/checkpoints/step-{self.start}")
         about: Any = {"shown_in": arm.shown_in, "after": (unit.run(self.main),), "ends": self.arm_measures}
-        # before the cooldown, if there is one, and at the end
-        return self._run(unit, config, arm.title, (*arm.watched, *config.stage_ends()), **about)
+        # before the cooldown, if there is one, and at the end; without cooldowns, at the watched steps
+        watched = () if self.cooldowns else arm.watched
+        return self._run(unit, config, arm.title, (*watched, *config.stage_ends()), **about)
 
     def _cooldown(
         self, unit: Unit, arm: str, step: int, config: TrainConfig, group: str, ends: tuple[str, ...], length: int = 0
@@ -321,6 +325,8 @@ class Dataset:
             optimizer=adamw(self.cooldown_rate),
         )
         cooldown = continued(unit, cooldown, f"{arm}/checkpoints/step-{step}")
+        if config.seed != unit.seed:  # after an arm that goes on from the main model: other sentences than that arm's
+            cooldown = dataclasses.replace(cooldown, seed=config.seed + AGAIN)
         shown = [each for each in self.shown.sizes if each == FIGURE_1]
         if arm in self.sizes and step == self.start and self.expands_cooled:
             shown += self.shown.expanded

@@ -9,40 +9,63 @@ from typing import Any
 import polars as pl
 
 from isoloss.paper.reproduction import tables
-from isoloss.paper.reproduction.compare import MIN_LANGUAGES, DatasetResults, Model, by_dataset
-from isoloss.paper.reproduction.design import BASELINES, FIGURE_1, SGD_SHOWN, Dataset, cooldown_run
+from isoloss.paper.reproduction.compare import MIN_LANGUAGES, DatasetResults, Model, by_dataset, clusters_of
+from isoloss.paper.reproduction.design import BASELINES, FIGURE_1, SGD_SHOWN, SHOWN, Dataset
 from isoloss.paper.reproduction.tables import corresponds, paired_by
+from isoloss.paper.tables import factor
 from isoloss.report import charts
 from isoloss.report.data import KL, LOSS, MARKERS, MINIMAL_TRACE, TRACE, Column, Style, column_of
 from isoloss.report.study_page import Figure
 from isoloss.statistics.estimate import number
 from isoloss.studies import PageParts
-from isoloss.studies.results import Results
+from isoloss.studies.results import Results, change
 
 # on a logarithmic axis, as models of about one loss are compared with much worse ones
 LOG_KL = dataclasses.replace(KL, title="KL = loss − entropy", log=True)
+ALMOST_PERFECT = 0.95  # an accuracy on which differences between models hardly show
 SATURATED = 0.1  # a loss is saturated once the KL falls by less than this fraction of it until the end
-# the paper's main results: size, time, SGD, the adversary (tables 1 and 2), the look-up table
+# what the paper reports: tables 1 and 2, then its figures
 PAPER_CLAIMS = (
-    *("larger-transfer", "longer-transfer", "sgd-flatter", "sgd-transfer"),
     *("adversary-transfer", "adversary-sharper", "lookup-transfer"),
+    *("text-unregularized-transfer", "text-unregularized-sharper", "text-unregularized-gap"),
+    *("text-sam-transfer", "text-sam-flatter"),
+    *("longer-transfer", "sgd-flatter", "sgd-transfer", "larger-transfer", "larger-flatter"),
+    *("hmm-sgd-flatter", "hmm-sgd-transfer", "hmm-larger-transfer"),
+    *("generated-longer-transfer", "generated-larger-transfer", "generated-larger-flatter"),
+    *("web-longer-transfer", "web-longer-flatter"),
 )
 
 
 def parts(results: Results) -> PageParts:
     """Return what the page shows besides tables and claims."""
     everything = by_dataset(results)
-    same_loss = [_same_loss(data) for data in everything if data.models]
-    figures = [*same_loss, *(figure for data in everything for figure in _figures(data))]
-    # all of these claims are about PCFG
-    grammars = next((len(data.dataset.languages) for data in everything if data.dataset.name == "pcfg"), MIN_LANGUAGES)
-    has = f"here {'are' if grammars > 1 else 'is'} {grammars}"
-    needs = f"it takes {MIN_LANGUAGES} languages or more, and {has}" if grammars < MIN_LANGUAGES else ""
-    return PageParts(figures=figures, paper_claims=dict.fromkeys(PAPER_CLAIMS, needs))
+    figures = [figure for data in everything for figure in _figures(data)]
+    needs = {data.dataset.name: _needs(data) for data in everything}
+    # a claim about another dataset than the grammars begins with its name
+    of = {claim: next((name for name in SHOWN if claim.startswith(name)), "pcfg") for claim in PAPER_CLAIMS}
+    return PageParts(figures=figures, paper_claims={claim: needs.get(name, "") for claim, name in of.items()})
+
+
+def _needs(data: DatasetResults) -> str:
+    """Return what a verdict takes that the dataset has too little of."""
+    count = len(set(clusters_of(data.units)))
+    few = f"it takes {MIN_LANGUAGES} languages or seeds, and here {'are' if count > 1 else 'is'} {count}"
+    return few if count < MIN_LANGUAGES else ""
 
 
 def _accuracies(dataset: Dataset) -> list[Column]:
     return [column_of(key, "accuracy") for key in dataset.tasks.values()]
+
+
+def _with_room(data: DatasetResults) -> list[Column]:
+    """Return the accuracies, on few examples of a task on which the control would be almost perfect with all."""
+    columns = _accuracies(data.dataset)
+    for place, key in enumerate(data.dataset.few_shot):
+        if data.mean(data.ends(*data.control), columns[place].name).value > ALMOST_PERFECT:
+            task = columns[place].title.rpartition(" ")[2]
+            title = f"Probe accuracy, {task}, {key.rpartition('-')[2]} examples"
+            columns[place] = Column(key, title, "%", percent=True)
+    return columns
 
 
 def _across(data: DatasetResults) -> list[Column]:
@@ -170,146 +193,161 @@ def _in_the_paper() -> str:
 
 
 def _figures(data: DatasetResults) -> Iterator[Figure]:
-    """Return the figures of a dataset besides the first, of what it has runs for."""
+    """Return the figures of a dataset, of what it has runs for: the paper's message first."""
     dataset = data.dataset
+    if dataset.cooldowns or dataset.shown.longer:
+        yield _longer(data)
+    if data.models:
+        yield _same_loss(data)
     if len(dataset.sizes) > 1:
-        yield _sizes(data)
-    yield _longer(data)
+        yield from _sizes(data)
     if any(arm.shown_in == SGD_SHOWN for arm in dataset.arms.values()):
         yield _sgd(data)
-    if any(not arm.stages for arm in dataset.arms.values()):
-        yield _algorithms(data)
-    if dataset.when_expanded:
-        yield _expanded(data)
 
 
 def _figure(data: DatasetResults, name: str, title: str, chart: Any, shown_in: Sequence[str], *caption: str) -> Figure:
-    before = "Before any cooldown." if data.dataset.cooldowns and name != "expanded" else ""
     return Figure(
         name=f"{data.dataset.name}-{name}",
         title=f"{data.dataset.title}: {title}",
         chart=chart,
-        caption=corresponds(*(each for each in shown_in if each != FIGURE_1))
-        + " ".join(filter(None, (*caption, before))),
-    )
-
-
-def _bars(dataset: Dataset, middle: Model | None = None) -> str:
-    """Return what the bars of a figure are: of the difference from a model or, in a figure of sizes, from the first."""
-    of = f"{middle.arm} at step {middle.step:,}" if middle else "the smallest size of the same color"
-    return f"Bars are those of the difference from {of}, {paired_by(dataset)}, so this one has none."
-
-
-def _by_size(data: DatasetResults, groups: Mapping[str, Sequence[Model]], shown: Sequence[Column]) -> pl.DataFrame:
-    """Return models of several sizes in groups, each with the errors of differences from its group's first."""
-    return pl.concat(
-        _rows(data, [(group, model) for model in models], shown, models[0]) for group, models in groups.items()
-    )
-
-
-def _sizes(data: DatasetResults) -> Figure:
-    """Return every size at its watched steps."""
-    dataset, shown = data.dataset, [_across(data)[0], *_accuracies(data.dataset)]
-    groups = {f"{step:,} steps": [Model(size, step) for size in dataset.sizes] for step in dataset.watched}
-    rows = _by_size(data, groups, shown)
-    saturated = _saturated(rows.filter(pl.col("step") == dataset.last), "parameters")
-    return _figure(
-        *(data, "sizes", "larger models"),
-        charts.sizes(rows, shown, saturated=saturated, style=_one_marker(rows)),
-        dataset.shown.sizes,
-        f"Each point is one size after a number of steps{_averaged(dataset)}. {_bars(dataset)}",
-        _loss(data, "size", saturated, where=" at the last step,"),
+        caption=corresponds(*(each for each in shown_in if each != FIGURE_1)) + " ".join(filter(None, caption)),
     )
 
 
 def _longer(data: DatasetResults) -> Figure:
-    """Return the model whose training is followed over its steps."""
-    dataset, shown = data.dataset, [*_across(data), *_accuracies(data.dataset)]
-    models = [Model(dataset.followed or dataset.main, step) for step in dataset.watched]
-    rows = _rows(data, [(model.arm, model) for model in models], shown, models[0])
+    """Return the main model over its steps."""
+    dataset, main = data.dataset, data.dataset.main
+    models = [
+        (main, step, data.cooled(main, step) if dataset.cooldowns else Model(main, step)) for step in dataset.watched
+    ]
+    rows, shown = _over_steps(data, models)
     saturated = _saturated(rows, "step")
-    others = (
-        "The paper has no such figure of these models."
-        if data.models
-        else "An equivalent of the paper's figures 2c and 4 (right), on another text."
-    )
     return _figure(
         *(data, "longer", "longer training"),
         charts.curves(rows, shown, saturated=saturated, style=_style(rows)),
         dataset.shown.longer,
-        "" if dataset.shown.longer else others,
-        f"The model {models[0].arm} during training with AdamW{_averaged(dataset)}.",
+        f"The model {main} after these steps of AdamW{_averaged(dataset)}.",
+        _compared(data),
         _loss(data, "step", saturated),
-        _bars(dataset, models[0]),
     )
 
 
 def _sgd(data: DatasetResults) -> Figure:
     """Return SGD over its steps, after AdamW."""
-    dataset, shown = data.dataset, [*_across(data), *_accuracies(data.dataset)]
-    start = Model(dataset.main, dataset.start)
-    arms = {name: arm for name, arm in dataset.arms.items() if arm.shown_in == SGD_SHOWN}
-    # a curve joins the rows of one run, so each arm has the end of AdamW as a row of its own, at step 0
-    starts = [
-        _rows(data, [(arm.title, start)], shown, start).with_columns(
-            pl.lit(name).alias("run"), pl.lit(0, pl.Int64).alias("step")
-        )
-        for name, arm in arms.items()
-    ]
-    ends = [
-        (arm.title, Model(name, step)) for name, arm in arms.items() for step in (*arm.watched, arm.stages[0].steps)
-    ]
-    rows = pl.concat([*starts, _rows(data, ends, shown, start)])
+    dataset = data.dataset
+    cooldown = sum(dataset.cooldowns[:1])
+    models = []
+    for name, arm in dataset.arms.items():
+        if arm.shown_in == SGD_SHOWN:
+            steps = arm.stages[0].steps
+            watched = [data.cooled(name, step) if cooldown else Model(name, step) for step in arm.watched]
+            ends = [data.control, *watched, Model(name, steps + cooldown)]
+            models += [(arm.title, *each) for each in zip((0, *arm.watched, steps), ends, strict=True)]
+    rows, shown = _over_steps(data, models)
     return _figure(
         *(data, "sgd", "SGD after AdamW"),
         charts.curves(rows, shown, style=_style(rows)),
         SGD_SHOWN,
-        f"Training of {dataset.main} continues with SGD from step {start.step:,} of AdamW; the horizontal axis counts "
-        "the steps of SGD.",
-        _bars(dataset, start),
+        f"Training of {dataset.main} continues with SGD from step {dataset.start:,} of AdamW{_averaged(dataset)}; the "
+        "horizontal axis counts the steps of SGD.",
+        _compared(data),
     )
 
 
-def _algorithms(data: DatasetResults) -> Figure:
-    """Return the arms that are trained from scratch beside the main model."""
-    dataset, middle, across = data.dataset, Model(data.dataset.main, data.dataset.last), _across(data)
-    arms = {name: arm for name, arm in dataset.arms.items() if not arm.stages}
-    titles = {dataset.main: f"AdamW ({dataset.main})", **{name: arm.title for name, arm in arms.items()}}
-    models = [(title, Model(name, step)) for name, title in titles.items() for step in dataset.watched]
-    tasks = _accuracies(dataset)
-    rows = _rows(data, models, [*across, *tasks], middle)
-    return _figure(
-        *(data, "algorithms", "algorithms and architectures"),
-        charts.scatter(rows, [(column, task) for task in tasks for column in across], style=_style(rows)),
-        tuple(dict.fromkeys(each for arm in arms.values() for each in arm.shown_in)),
-        f"Each point is one model at one training step{_averaged(dataset)}.",
-        _bars(dataset, middle),
+def _over_steps(data: DatasetResults, models: Sequence[tuple[str, int, Model]]) -> tuple[pl.DataFrame, list[Column]]:
+    """Return models, each with its line and step, as `curves` takes them, and the columns that it draws.
+
+    With cooldowns, these are the loss and, at the model's own loss, its differences from the control that is
+    interpolated there: of accuracies in points, of traces as factors. A model is without differences where too few
+    languages have such a control.
+    """
+    loss, *traces = _across(data)
+    if not data.dataset.cooldowns:
+        shown = [loss, *_accuracies(data.dataset), *traces]
+        rows = [_rows(data, [(line, model)], shown, data.control).row(0, named=True) for line, _, model in models]
+        return _with_steps(rows, models), shown
+    traces = [dataclasses.replace(each, unit="times the control's", reference=1.0) for each in traces]
+    tasks = [
+        dataclasses.replace(each, title=f"{each.title}, minus control", unit="points", percent=False, reference=0.0)
+        for each in _with_room(data)
+    ]
+    rows = []
+    for line, _, model in models:
+        row = _rows(data, [(line, model)], [loss], data.control).row(0, named=True)
+        found = data.beside_control(model)
+        for column in (*tasks, *traces):
+            make = factor if column in traces else change
+            more = None if found.not_tested else make(found.pairs, column.name, clusters=found.clusters)
+            row |= {
+                column.name: more and more.value,
+                column.stderr_column: more and more.stderr,
+                column.freedom_column: more and more.freedom,
+            }
+        rows.append(row)
+    return _with_steps(rows, models), [loss, *tasks, *traces]
+
+
+def _with_steps(rows: Sequence[dict[str, Any]], models: Sequence[tuple[str, int, Model]]) -> pl.DataFrame:
+    named = [row | {"run": line, "step": step} for row, (line, step, _) in zip(rows, models, strict=True)]
+    return pl.DataFrame(named, infer_schema_length=None)
+
+
+def _compared(data: DatasetResults) -> str:
+    """Return how the models of a figure over steps are compared."""
+    dataset, control = data.dataset, data.control
+    if not dataset.cooldowns:
+        return f"Bars are those of the difference from {control.arm} at step {control.step:,}, {paired_by(dataset)}."
+    return (
+        f"Each model has had a cooldown of {dataset.cooldowns[0]:,} steps. The other panels compare it, at its own "
+        f"loss, with the control: {dataset.main} after {dataset.start:,} steps, interpolated between cooldowns of "
+        f"different lengths. Dashed: no difference. Errors are {paired_by(dataset)}; of the loss, they are those of "
+        "its difference from the control."
     )
 
 
-def _expanded(data: DatasetResults) -> Figure:
-    """Return sizes after their expansion into the largest."""
+def _sizes(data: DatasetResults) -> Iterator[Figure]:
+    """Yield every size against its loss, and every size inside the largest."""
     dataset = data.dataset
-    if dataset.expands_cooled:
-        groups = {
-            f"Cooldown of {steps:,} steps": [
-                Model(cooldown_run(size, dataset.start, length), steps) for size in dataset.sizes
-            ]
-            for length in dataset.cooldown_lengths
-            for steps in [length or dataset.cooldowns[0]]
-        }
-    else:
-        groups = {f"{dataset.last:,} steps": [Model(size, dataset.last) for size in dataset.expanded]}
-    shown = [_across(data)[0], *map(column_of, dataset.when_expanded), *_accuracies(dataset)]
-    rows = _by_size(data, groups, shown)
+    trained = [(size, model) for size in dataset.sizes for model in data.path_models(size)]
+    of_each = "after cooldowns of different lengths" if dataset.cooldowns else "during training"
+    probes, features = _accuracies(dataset), "Wider models give the probe more features."
+    if dataset.cooldowns and dataset.projected:
+        probes = [
+            Column(key, f"Projected probe, {task}", "%", percent=True)
+            for task, key in zip(dataset.tasks, dataset.projected_probes, strict=True)
+        ]
+        features = f"A random projection gives the probe {dataset.projected} features of every size."
+    yield _against_loss(data, "sizes", "larger models", trained, probes, dataset.shown.sizes, of_each, features)
+    if dataset.when_expanded:
+        expanded = [(size, Model(size, dataset.last)) for size in dataset.expanded]
+        yield _against_loss(
+            *(data, "expanded", f"sizes expanded into {dataset.largest}", expanded or trained),
+            *(list(map(column_of, dataset.when_expanded)), dataset.shown.expanded),
+            "at the end of training, without a cooldown" if expanded else of_each,
+            "The paper's expansion changes the function of a post-layer-norm model; the exact one does not. The "
+            "minimal trace does not depend on the choice.",
+        )
+
+
+def _against_loss(
+    data: DatasetResults,
+    name: str,
+    title: str,
+    models: Sequence[tuple[str, Model]],
+    shown: Sequence[Column],
+    shown_in: Sequence[str],
+    of_each: str,
+    about: str,
+) -> Figure:
+    dataset, loss, middle = data.dataset, _across(data)[0], models[0][1] if data.dataset.expanded else data.control
+    rows = _rows(data, models, [loss, *shown], middle).with_columns(pl.col("group").alias("run"))
     return _figure(
-        *(data, "expanded", "sizes expanded into the largest"),
-        charts.sizes(rows, shown, style=_one_marker(rows)),
-        dataset.shown.expanded,
-        f"Each point is one size{_averaged(dataset)}. {_bars(dataset)} Traces are those of the model expanded into "
-        f"{dataset.largest}, by the paper's expansion, by the exact one, and the minimal trace, which does not depend "
-        "on the choice. Accuracies are those of the model itself: wider models give the probe more features, so "
-        "accuracies of different sizes are not comparable.",
+        *(data, name, f"{title}, against the loss"),
+        charts.scatter(rows, [(loss, each) for each in shown], style=_one_marker(rows)),
+        shown_in,
+        f"A line for each size {of_each}{_averaged(dataset)}. To compare sizes at one loss, compare the heights of "
+        f"their lines there. {about} Bars are those of the difference from {middle.arm}, {paired_by(dataset)}, so this "
+        "one has none.",
     )
 
 

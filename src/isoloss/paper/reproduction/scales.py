@@ -72,6 +72,8 @@ LEARNING_RATE = 3e-3  # of all others
 GRAMMAR = PCFGConfig(levels=3, symbols_per_level=4, rules_per_symbol=4, vocab_size=8)
 # Python's reference and docstrings stand in for the paper's texts (docs/method/studies.md)
 CORPUS = CorpusConfig(paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=64, held_out=0.1)
+# what stands in for the paper's three tasks of text
+TEXT_TASKS = {"SST-2": "sentence-source", "QNLI": "docstring-module", "RTE": "docstring-kind"}
 # CKA compares the features of so many sentences: an evaluation keeps their Gram matrix, 8 KB
 PROBES = {"feature_sentences": 64, "probe_solver": "convex"}
 OTHER_FLATNESS = tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace"))
@@ -215,7 +217,7 @@ def _small_text(size: str, settings: Mapping[str, Any], *, num_sentences: int = 
     objective = ObjectiveConfig(masking="fraction", fraction=0.15)
     common = {"batch_size": 16, "optimizer": optimizer, "objective": objective, **ONE_CORE}
     finetuning = {"finetune_seeds": 1, "finetune_learning_rate": LEARNING_RATE}
-    tasks = {"SST-2": "finetune-sentence-source", "QNLI": "finetune-docstring-module"}
+    tasks = {name: f"finetune-{task}" for name, task in TEXT_TASKS.items()}
     return Dataset(
         name="text" if few else "web",
         title="Docstrings" if few else "Docstrings, longer training",
@@ -299,7 +301,7 @@ LAPTOP = Reproduction(
             cooldowns=(500, 50, 4_000),
         ),
         _small_text(*_LAPTOP_TEXT, seeds=3, watched=(250, 500, 1_000), cooldowns=(125, 30, 250, 1_000)),
-        _small_text(*_LAPTOP_TEXT, seeds=3, watched=(500, 1_000, 1_500), num_sentences=512),
+        _small_text(*_LAPTOP_TEXT, seeds=3, watched=(500, 1_000, 1_500), num_sentences=2_048),
     ),
 )
 
@@ -318,7 +320,7 @@ EVENING = Reproduction(
             flatness=OTHER_FLATNESS,
         ),
         _small_hmm(
-            HMMConfig(states=8, blocks=2, vocab_size=16, length=4),
+            HMMConfig(states=8, blocks=2, vocab_size=8, length=4),
             *(range(720, 726), ("h16", "h32", "h64"), {"num_train": 2_048, "num_sequences": 512}),
             watched=(500, 1_000, 2_000),
             cooldowns=(500, 60, 125, 250, 1_000),
@@ -337,7 +339,7 @@ EVENING = Reproduction(
             cooldowns=(500, 50, 1_000, 4_000),
         ),
         _small_text(*_EVENING_TEXT, seeds=4, watched=(500, 1_000, 2_000), cooldowns=(250, 60, 500, 2_000)),
-        _small_text(*_EVENING_TEXT, seeds=4, watched=(750, 1_500, 2_250, 3_000), num_sentences=1_024),
+        _small_text(*_EVENING_TEXT, seeds=4, watched=(750, 1_500, 2_250, 3_000), num_sentences=4_096),
     ),
 )
 
@@ -422,7 +424,6 @@ def _pcfg(preset: Preset) -> Dataset:
         sizes=berts(preset, *TABLE_3),
         expanded=berts(preset, *TABLE_4),
         main="d1024",
-        followed="d512",
         arms={
             **_large_sgd_arms(),
             "adversary-A": _algorithm(preset, "Adversary", "A", "table 1"),
