@@ -576,7 +576,7 @@ def test_the_first_table_has_a_line_for_each_case_under_its_verdict():
     claim = next(each for each in STUDY.claims if each.id == "adversary-transfer")
     verdicts = {"A": (Verdict.NOT_SHOWN, -1.0), "B": (Verdict.SHOWN, -4.0), "C": (Verdict.SHOWN, -3.0)}
     cases = tuple(answered(case, *verdict) for case, verdict in verdicts.items())
-    (section,) = _beside_the_paper([ClaimResult(claim=claim, answers=cases)], {claim.id: ""}, "isoloss study run paper")
+    (section,) = _beside_the_paper([ClaimResult(claim=claim, answers=cases)], {claim.id: ""})
     (cell,) = re.findall(r"<b>.*</td>", section.body.replace("\N{NO-BREAK SPACE}", " "))
     assert cell.startswith(
         "<b>shown</b><br>B -4.00 ± 0.50 points (95 %: -5.29 to -2.71)<br>C -3.00 ± 0.50 points (95 %: -4.29 to -1.71)"

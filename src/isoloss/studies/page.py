@@ -69,7 +69,7 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
         cards=summary.answer,
         figures=figures,
         sections=[
-            *_beside_the_paper(summary.claims, parts.paper_claims, folder.command),
+            *_beside_the_paper(summary.claims, parts.paper_claims),
             *_comparisons(results, summary, interim=bool(interim)),
             *parts.sections,
             *([Section(title="About this study", body="\n".join(about), folded=True)] if about else []),
@@ -115,19 +115,17 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
     return [Section(title="Differences", body=interval_rows(rows) + note)]
 
 
-def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str], command: str) -> list[Section]:
+def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str]) -> list[Section]:
     by_id = {result.claim.id: result for result in results}
     found = [by_id[each] for each in needs if each in by_id]
-    first, *options = command.split(" --")
-    made_by = _BREAK.join(Markup("<code>{}</code>").format(part) for part in (first, *(f"--{one}" for one in options)))
-    rows = [(each.claim.statement, each.claim.paper, _found(each, needs[each.claim.id]), made_by) for each in found]
-    columns = ("claim", "the paper says", "we find", "made by")
+    rows = [(each.claim.statement, each.claim.paper, _found(each, needs[each.claim.id])) for each in found]
+    columns = ("claim", "the paper says", "we find")
     note = Markup("<p class=note>{}</p>").format(
         "± is one standard error; in brackets the 95 % interval and, where the study asks for it, the smallest margin "
         "within which the difference is shown to lie, by two one-sided tests at 5 % each. Neither is adjusted for the "
         "number of tests, as verdicts are."
     )
-    return [Section(title="The paper says, we find", body=html_table(columns, rows, left=4) + note)] if rows else []
+    return [Section(title="The paper says, we find", body=html_table(columns, rows, left=3) + note)] if rows else []
 
 
 def _found(result: ClaimResult, needs: str) -> Markup:

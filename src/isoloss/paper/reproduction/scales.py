@@ -301,7 +301,7 @@ LAPTOP = Reproduction(
             cooldowns=(500, 50, 4_000),
         ),
         _small_text(*_LAPTOP_TEXT, seeds=3, watched=(250, 500, 1_000), cooldowns=(125, 30, 250, 1_000)),
-        _small_text(*_LAPTOP_TEXT, seeds=3, watched=(500, 1_000, 1_500), num_sentences=2_048),
+        _small_text(*_LAPTOP_TEXT, seeds=3, watched=(500, 1_000, 1_500), num_sentences=4_096),
     ),
 )
 
