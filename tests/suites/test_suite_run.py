@@ -10,7 +10,7 @@ from tiny_family import SEEDS, STEPS, family, text_in
 
 from isoloss.cli.main import main
 from isoloss.config import from_dict
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.suites.config import SuiteConfig, members
 from isoloss.suites.outcomes import read_outcomes
@@ -191,14 +191,33 @@ def test_another_first_checkpoint_does_not_mix_inputs(here, made):
     assert after.units()[1].done()
 
 
-def test_an_import_does_not_take_the_place_of_a_measure(here):
-    folder = suite("out", here, PATTERN)
+def test_wrong_names_of_outcomes_are_told_before_anything_is_measured(here):
+    folder = suite("out", here, PATTERN, measures=["trace", "int4-rise", "features"], outcomes=["probe-sst2", "chess"])
     Path("results.csv").write_text("seed,step,loss,qa\n0,1,2.5,0.5\n")
     with pytest.raises(IsolossError, match="the column 'loss' of what is imported has the name of what the suite"):
-        folder.refuse_measured(read_outcomes(["results.csv"], folder.members))
-    Path("results.csv").write_text("seed,step,qa\n0,1,0.5\n")
-    folder.keep(read_outcomes(["results.csv"], folder.members))
-    folder.refuse_measured(read_outcomes(["results.csv"], folder.members))  # a later value of the same
+        folder.check_outcomes(read_outcomes(["results.csv"], folder.members), ())
+    Path("results.csv").write_text("seed,step,qa,quiz.acc,chess\n0,1,0.5,1,1500\n")
+    outcomes = read_outcomes(["results.csv"], folder.members)
+    names = ["qa", "quiz", "quiz.acc", "trace", "effective-rank", "features"]
+    folder.check_outcomes(outcomes, names)
+    folder.keep(outcomes)
+    folder.check_outcomes(outcomes, names)  # a later value of the same
+    for wrong, told in {
+        "int4-rize": "'int4-rize' is no measure of the suite and no imported outcome; did you mean int4-rise",
+        "quiz.ac": "did you mean quiz.acc",
+        "int4-rise (docs)": "did you mean int4-rise",  # there is only one text
+        "?": "these are .*effective-rank",
+    }.items():
+        with pytest.raises(IsolossError, match=told):
+            folder.check_outcomes((), [wrong])
+    with pytest.raises(IsolossError, match=r"'int4-rize' is no measure .*; did you mean int4-rise\?"):
+        suite("new", here, PATTERN, outcomes=["int4-rize"]).check_outcomes((), ())
+    with pytest.warns(IsolossWarning, match="'go' is no measure of .*: its cells stay empty until you import it"):
+        suite("new", here, PATTERN, outcomes=["go"]).check_outcomes((), ())
+    two = {"docs": str(here), "code": str(here)}
+    suite("two", here, PATTERN, texts=two, measures=["spectral-density"]).check_outcomes(
+        (), ["loss (code)", "spectral-density, trace"]
+    )
 
 
 def test_outcomes_of_others_are_kept(here):
@@ -244,8 +263,12 @@ def test_the_command(here, made, monkeypatch, capfd):
     assert "7 checkpoints" in (told := capfd.readouterr().out)
     assert "nothing tells their size or time (first: lab/tiny-seed7@step1)" in " ".join(told.split())
     assert not Path("suite").exists()
+    assert main(["suite", "suite.toml", "--predict", "int4-rize"]) == 2
+    assert "did you mean int4-rise?" in capfd.readouterr().err
+    assert not Path("suite").exists()
     assert main(["suite", "suite.toml"]) == 2
     out, said = capfd.readouterr()
+    assert "the folder of the suite is suite" in said
     assert "suite.parquet: 7 checkpoints, 21 rows" in out
     assert "lab-tiny-seed7-step1" in said
     assert "there is no checkpoint lab/tiny-seed7@step1" in " ".join(out.split())

@@ -1,23 +1,23 @@
-"""Jumps in a course of measurements, told from its trend."""
+"""Jumps in a series of measurements, beside its trend."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-JUMP = 5.0  # times as far as the moves beside it moves a jump
-_FEWEST = 4  # moves, among which a jump can be told from a trend
+JUMP = 5.0  # a jump moves this many times as far as its neighbors
+_FEWEST = 4  # moves, below which a jump cannot be told from a trend
 
 
 def find_jumps(moves: Sequence[tuple[float, float]]) -> list[int]:
-    """Return which moves of a course, each from one step to the next, are jumps.
+    """Return the indices of the jumps among moves from one step to the next.
 
-    A jump is more than `JUMP` times as far as the median of up to four moves beside it, two before and two after, by
-    the nearer end of its 95 % interval and the farther ends of theirs. The first move is none, as training begins with
-    a fall. In fewer than four moves there are none: a jump cannot be told from a trend there.
+    A jump moves more than `JUMP` times as far as the median of the four moves beside it, two before and two after, by
+    the nearer end of its 95 % interval and the farther ends of theirs. The first move is never a jump, as training
+    begins with a fall, and fewer than four moves have none.
 
     Args:
-        moves: The 95 % interval of each.
+        moves: The 95 % interval of each move.
 
     Example:
         >>> from isoloss.statistics.jumps import find_jumps
