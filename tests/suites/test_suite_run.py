@@ -301,14 +301,16 @@ def test_a_plan_without_files_and_hub(here, capsys):
     )
     assert main(["suite", "big.toml", "--plan", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["sizes"]["2,775,208,960 parameters"]["download"] == 2 * 2 * 2_775_208_960
+    assert document["download_bytes"] == 2 * 2 * (2_775_208_960 + 14_067_712)
+    assert document["sizes"]["2,775,208,960 parameters"]["memory_bytes"] == 2**29 + 24 * 2_775_208_960
     assert document["sizes_from"] == ["the suite's table of parameters"]
     assert main(["suite", "big.toml", "--plan"]) == 0
     assert "To download: 11 GB" in capsys.readouterr().out
     Path("big.toml").write_text(Path("big.toml").read_text().replace("parameters", "# parameters"))
     assert main(["suite", "big.toml", "--plan"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "size unknown 4 0 ? ? ? Not on this machine: 4 of the checkpoints" in out
+    assert "4 checkpoints, 0 done, to be kept in" in out
+    assert "Not on this machine: 4 of the checkpoints" in out
     assert "Time" not in out
 
 

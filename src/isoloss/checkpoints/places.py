@@ -69,10 +69,10 @@ def expand_checkpoints(names: Iterable[str], say: Callable[[str], None] = lambda
 
 
 def series_of(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return checkpoints that are named by steps as series, by what their names have before the step, in its order.
+    """Return series of checkpoints by the part of their names before the step, each in the order of steps.
 
-    A name without a step is a series of its own. Nothing is returned for fewer than three names, or where no two of
-    them are of one series.
+    A name without a step is a series of its own. The result is empty for fewer than three names, if no two belong to
+    one series, or if two have the same series and step.
 
     Example:
         >>> from isoloss.checkpoints.places import series_of
@@ -86,7 +86,7 @@ def series_of(names: Iterable[str]) -> dict[str, dict[int, str]]:
         *_, last = [None, *_IN_SERIES.finditer(name, start)]
         key, step = (name, 0) if last is None else (name[: last.start()].rstrip("/@-_") or "checkpoints", int(last[2]))
         if step in found.setdefault(key, {}):
-            return {}  # the step is not all that tells them apart
+            return {}
         found[key][step] = name
     if len(names) < 3 or len(found) == len(names):
         return {}
@@ -124,25 +124,19 @@ def _whole(folders: list[Path], say: Callable[[str], None]) -> list[str]:
 
 
 def _on_hub(pattern: str, revisions: str) -> list[str]:
-    """Return the models on the hub that match, each at the branches and tags that match; no revisions: as it is."""
-    models, ask = [pattern], True
-    if glob.has_magic(pattern):
-        models, ask = _family(pattern)
-    known = {name: _revisions(name, ask=ask) if revisions else {""} for name in models}
-    found = [
-        f"{name}@{revision}" if revision else name
-        for name in models
-        for revision in sorted(fnmatch.filter(known[name], revisions) if revisions else known[name], key=_by_numbers)
-    ]
+    """Return the models on the hub that match, at each branch and tag that matches; without `revisions`, at none."""
+    models, ask = _family(pattern) if glob.has_magic(pattern) else ([pattern], True)
+    if not revisions:
+        return models
+    known = {name: sorted(_revisions(name, ask=ask), key=_by_numbers) for name in models}
+    found = [f"{name}@{revision}" for name in models for revision in fnmatch.filter(known[name], revisions)]
     if not found:
-        name = models[0]
-        there = ", ".join(sorted(known[name], key=_by_numbers))
-        raise IsolossError(f"{name} has no revision {revisions!r}: they are {there}")
+        raise IsolossError(f"{models[0]} has no revision {revisions!r}: they are {', '.join(known[models[0]])}")
     return found
 
 
 def _family(pattern: str) -> tuple[list[str], bool]:
-    """Return the models on the hub that match, and whether the hub answered; else those in the hub's cache."""
+    """Return the models that match, on the hub or, if it does not answer, in its cache; and whether it answers."""
     from huggingface_hub import HfApi, constants, get_session
 
     owner, _, model = pattern.rpartition("/")
@@ -165,7 +159,7 @@ def _family(pattern: str) -> tuple[list[str], bool]:
 
 
 def _revisions(name: str, *, ask: bool) -> set[str]:
-    """Return the branches and tags of a model on the hub; with `ask` false, those that were downloaded."""
+    """Return the branches and tags of a model on the hub; with `ask` false, the downloaded ones."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -552,7 +552,7 @@ def _document(folder: StudyFolder, states: Sequence[UnitStatus], workers: int) -
         "folder": str(folder.path),
         "workers": workers,
         "remaining_seconds": {name: round(value, 1) for name, value in left.items()},
-        "needed_for": _costs(states),
+        "needed_for": costs_of(states),
         "units": [
             {
                 "unit": status.unit.name,
@@ -604,7 +604,12 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int)
             f"Secondary tests: {secondary}; p of each is adjusted for all of them, also where some cannot be made."
         )
     common.say("")
-    costs = _costs(states)
+    print_costs(costs_of(states), "The rest, by what it is needed for")
+    common.say_wrapped("A unit that several rows need counts in each.")
+
+
+def print_costs(costs: Mapping[str, Mapping[str, float]], title: str) -> None:
+    """Print the result of `costs_of` as a table."""
     columns = {
         "trained": [cost["trained"] for cost in costs.values()],
         "units": [cost["units"] for cost in costs.values()],
@@ -615,11 +620,10 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int)
     }
     # left out where nothing is needed or known
     shown = {name: map(rough, column) for name, column in columns.items() if any(column)}
-    common.print_table("The rest, by what it is needed for", ("", *shown), zip(costs, *shown.values(), strict=True))
-    common.say_wrapped("A unit that several rows need counts in each.")
+    common.print_table(title, ("", *shown), zip(costs, *shown.values(), strict=True))
 
 
-def _costs(states: Sequence[UnitStatus]) -> dict[str, dict[str, float]]:
+def costs_of(states: Sequence[UnitStatus]) -> dict[str, dict[str, float]]:
     """Return what the units that are left cost, by what they are needed for."""
     from isoloss.studies.status import by_purpose
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import files, interrupts
 from isoloss.cli import common, options
-from isoloss.cli.study import duration, executor_of, rough, submit_parameters
+from isoloss.cli.study import costs_of, duration, executor_of, print_costs, rough, submit_parameters
 from isoloss.errors import IsolossError, naming_extras, require_package
 from isoloss.lab.evaluation.measures.base import measure_class
 from isoloss.registry import MEASURES
@@ -248,57 +248,43 @@ def _sentences(answers: Sequence[Association]) -> Iterator[str]:
 
 
 def _plan(folder: SuiteFolder, args: Any) -> int:
-    """Print the cost of a suite, by the number of parameters."""
+    """Print the cost of what is left of a suite, by the number of parameters."""
     from isoloss.studies.status import remaining, statuses
     from isoloss.suites.sizes import sizes
 
     known = sizes(folder.config, folder.members)
     states = statuses(folder.units({name: size.parameters for name, size in known.items()}), folder.path)
-    left, measured = remaining(states, args.workers), sum(status.is_measured for status in states)
-    rows: dict[str, dict[str, Any]] = {}
-    for group in dict.fromkeys(status.unit.group for status in states):
-        pairs = [pair for pair in zip(states, known.values(), strict=True) if pair[0].unit.group == group]
-        alike, downloads = [status for status, _ in pairs], [size.download for _, size in pairs]
-        last, is_measured = alike[-1], any(status.is_measured for status in alike)
-        rows[group] = {
-            "checkpoints": len(alike),
-            "done": sum(status.state == "done" for status in alike),
-            "download": None if None in downloads else sum(filter(None, downloads)),
-            "hours": remaining(alike, args.workers).core_seconds / 3600,
-            # `statuses` would take it from checkpoints of other sizes
-            "memory": last.memory if is_measured or last.unit.expected is None else last.unit.expected.memory,
-        }
-    sources = sorted({size.source for size in known.values() if size.parameters is not None})
-    basis = f"{measured} checkpoints measured here" if measured else _GUESS
+    measured = [state.unit.group for state in states if state.is_measured]
+    costs = costs_of([state for state, size in zip(states, known.values(), strict=True) if size.parameters is not None])
+    for unit in (state.unit for state in states):
+        # until a size is measured, `statuses` takes the memory from other sizes
+        if unit.group in costs and unit.group not in measured and unit.expected is not None:
+            costs[unit.group]["memory_bytes"] = unit.expected.memory or 0
+    left = remaining(states, args.workers)
+    about: dict[str, Any] = {
+        "checkpoints": len(states),
+        "download_bytes": sum(size.download or 0 for size in known.values()),
+        "seconds": left.with_workers,
+        "sizes": costs,
+        "sizes_from": sorted({size.source for size in known.values() if size.parameters is not None}),
+        "time_from": f"{len(measured)} checkpoints measured here" if measured else _GUESS,
+        "unknown": [name for name, size in known.items() if size.parameters is None],
+    }
     if args.json:
-        common.emit_json({"sizes": rows, "seconds": left.with_workers, "sizes_from": sources, "time_from": basis})
+        common.emit_json(about)
         return 0
-    hours = "GPU-hours" if left.gpu_seconds else "core-hours"
-    cells = [
-        (
-            *(name, row["checkpoints"], row["done"], _gigabytes(row["download"])),
-            *("?" if row["memory"] is None else rough(row["hours"]), _gigabytes(row["memory"])),
-        )
-        for name, row in rows.items()
-    ]
-    columns = ("size", "checkpoints", "done", "download (GB)", hours, "memory (GB)")
-    common.print_table(f"{len(states)} checkpoints, to be kept in {folder.path}", columns, cells)
-    if sources or measured:
-        total = [row["download"] for row in rows.values()]
-        download = "unknown" if None in total else f"{_gigabytes(sum(total))} GB"
+    done = sum(state.state == "done" for state in states)
+    common.say(f"{len(states)} checkpoints, {done} done, to be kept in {folder.path}")
+    if costs:
+        print_costs(costs, "The rest, by size")
         common.say_wrapped(
-            f"To download: {download}. "
-            f"Time: {duration(left.with_workers)} with {args.workers} workers, "
-            f"{rough((left.gpu_seconds or left.core_seconds) / 3600)} {hours}. "
-            f"Sizes are from {' and '.join(sources) or 'nothing'}, times and memory from {basis}."
+            f"To download: {rough(about['download_bytes'] / 1e9)} GB. Time: {duration(left.with_workers)} with "
+            f"{args.workers} workers. Sizes are from {' and '.join(about['sizes_from'])}, times and memory from "
+            f"{about['time_from']}."
         )
-    if unknown := [name for name, size in known.items() if size.parameters is None]:
+    if unknown := about["unknown"]:
         common.say_wrapped(
             f"Not on this machine: {len(unknown)} of the checkpoints, and nothing tells their size or time (first: "
             f"{unknown[0]}). Train or download them first, or give the table `parameters`."
         )
     return 0
-
-
-def _gigabytes(amount: int | None) -> str:
-    return "?" if amount is None else rough(amount / 1e9)
