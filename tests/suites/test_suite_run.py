@@ -323,7 +323,7 @@ def test_a_plan_without_files_and_hub(here, capsys):
         (("lab/tiny-seed{seed}@step{step}",), "--output is missing: name a folder for the suite"),
         (
             ("lab/tiny-seed{seed}@step{step}", "--output", "taken"),
-            "taken already exists and is not the folder of a suite",
+            "taken exists and is not an empty folder: choose another name",
         ),
         (("taken",), "name a folder for the suite; taken is not the folder of a suite"),
         (("suite.toml",), "suite.toml does not exist"),

@@ -155,8 +155,8 @@ def _folder(args: Any) -> SuiteFolder:
     if path is None:
         is_other = f"; {first} is not the folder of a suite" if len(args.checkpoints) == 1 and first.is_dir() else ""
         raise IsolossError(f"--output is missing: name a folder for the suite{is_other}")
-    if path.exists() and not (path / RECORD).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise IsolossError(f"{path} already exists and is not the folder of a suite: choose another --output")
+    if not (path / RECORD).exists():
+        files.check_new(path)
     directory = stored.directory if stored else os.getcwd()
     with contextlib.chdir(directory):
         config = replaced(config, changes)

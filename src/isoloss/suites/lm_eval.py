@@ -36,15 +36,10 @@ UNKNOWN = 1_000_000  # samples of an error from a file that does not say how man
 
 @dataclass(frozen=True)
 class Items:
-    """The contributions of documents to a metric.
-
-    Attributes:
-        metric: The metric of lm-evaluation-harness.
-        by_hash: The sum and the weight of each document, by `doc_hash`.
-    """
+    """The contributions of documents to a metric."""
 
     metric: str
-    by_hash: dict[str, tuple[float, float]]
+    by_hash: dict[str, tuple[float, float]]  # the sum and the weight of each document, by `doc_hash`
 
     def estimate(self) -> Estimate:
         """Return the metric with its error over documents."""

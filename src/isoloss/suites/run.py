@@ -44,21 +44,13 @@ _TASKS = "lm-eval-"  # so are the metrics of a task
 
 @dataclass(frozen=True)
 class SuiteFolder:
-    """The folder of a suite.
-
-    Attributes:
-        path: The folder.
-        config: The settings.
-        members: The checkpoints.
-        sources: A fingerprint of each text, by name.
-        directory: The folder that relative paths start from.
-    """
+    """The folder of a suite."""
 
     path: Path
     config: SuiteConfig
     members: tuple[Member, ...]
-    sources: Mapping[str, str]
-    directory: str
+    sources: Mapping[str, str]  # a fingerprint of each text, by name
+    directory: str  # the start of relative paths
 
     @classmethod
     def open(cls, path: Path) -> SuiteFolder:
