@@ -214,6 +214,8 @@ def test_wrong_names_of_outcomes_are_told_before_anything_is_measured(here):
         suite("new", here, PATTERN, outcomes=["int4-rize"]).check_outcomes((), ())
     with pytest.warns(IsolossWarning, match="'go' is no measure of .*: its cells stay empty until you import it"):
         suite("new", here, PATTERN, outcomes=["go"]).check_outcomes((), ())
+    tasks = suite("tasks", here, PATTERN, measures=["lm-eval-quiz"])
+    tasks.check_outcomes((), ["quiz", "lm-eval-quiz", "quiz.acc"])
     two = {"docs": str(here), "code": str(here)}
     suite("two", here, PATTERN, texts=two, measures=["spectral-density"]).check_outcomes(
         (), ["loss (code)", "spectral-density, trace"]

@@ -174,6 +174,7 @@ class SuiteFolder:
             )
         known = [*own, *(each.name for each in imported), *(name for _, name in self.imported())]
         known += [column_name(name, text) for name in own for text in config.texts if len(config.texts) > 1]
+        known += [name.removeprefix(_TASKS) for name in config.measured]
         # the parts of a measure and the metrics of a task are not known before it has run
         parts = tuple(f"{name}, " for name in config.measured)
         has_tasks = any(name.startswith(_TASKS) for name in config.measured)
