@@ -36,7 +36,6 @@ def forgetting_frontier(
     num_steps: int = 32,
     optimizer: Literal["adamw", "sgd"] = "adamw",
     causal: bool | None = None,
-    num_sequences: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Estimate]:
     """Fine-tune on a new text at several learning rates; measure the gain there and the rise of the loss on the old.
@@ -63,7 +62,6 @@ def forgetting_frontier(
         num_steps: Steps of training.
         optimizer: AdamW (betas 0.9 and 0.999) or plain gradient descent, as torch has them, without weight decay.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
-        num_sequences: Stop after this many sequences of the old text; None: at the end of the batches.
         progress: Called with the number of trainings done.
 
     Returns:
@@ -91,7 +89,7 @@ def forgetting_frontier(
         raise IsolossError(f"num_steps is {num_steps}; it must be at least 1")
     if optimizer not in _OPTIMIZERS:
         raise IsolossError(f"optimizer is {optimizer!r}; it is one of {', '.join(_OPTIMIZERS)}")
-    old = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
+    old = MeanLoss(model, batches, causal=causal)
     refuse_half_precision(old)
     training = _Training(old, MeanLoss(model, new, causal=old.causal), num_steps, optimizer)
     points = [training.start]
