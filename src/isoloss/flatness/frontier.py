@@ -122,13 +122,6 @@ class _Point(NamedTuple):
     learned: torch.Tensor  # (M,) float64, by how much the loss on the new text fell
     forgotten: torch.Tensor  # (N,) float64, by how much that on the old text rose
 
-    def toward(self, other: _Point, fraction: float) -> _Point:
-        """Return the point at a fraction of the straight line to another one."""
-        # rates are factors apart, but for no training at all
-        rate = self.rate * (other.rate / self.rate) ** fraction if self.rate else other.rate * fraction
-        parts = [torch.lerp(start, end, fraction) for start, end in zip(self[1:], other[1:], strict=True)]
-        return _Point(rate, *parts)
-
 
 class _Training:
     """Fine-tunes from the same weights on the same batches of the new text at any learning rate."""
@@ -201,7 +194,10 @@ class _Training:
         """Return the forgetting at a gain on the line between two points, and that point of the line."""
         gains, forgettings = zip(*(self.estimates(point) for point in (low, high)), strict=True)
         run = gains[1].value - gains[0].value
-        point = low.toward(high, (gain - gains[0].value) / run)
+        fraction = (gain - gains[0].value) / run
+        # rates are factors apart, but for no training at all
+        rate = low.rate * (high.rate / low.rate) ** fraction if low.rate else high.rate * fraction
+        point = _Point(rate, *(torch.lerp(start, end, fraction) for start, end in zip(low[1:], high[1:], strict=True)))
         learned, forgotten = self.estimates(point)
         slope = (forgettings[1].value - forgettings[0].value) / run
         # the gain of the point is the one that was asked for, but for its error

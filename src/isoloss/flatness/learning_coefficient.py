@@ -154,7 +154,6 @@ def local_learning_coefficient(
             f"R-hat {hats} (at most {_LARGEST_R_HAT}), and the effective draws {draws} (at least {_FEWEST_DRAWS}): "
             f"take {'more draws and a longer burn-in, or a stronger localization' if alike else 'a smaller step'}"
         )
-    settings = {"localization": localization, "step_size": step_size, "draws": num_draws, "burn_in": burn_in}
     return Estimate(
         value=half.value,
         stderr=math.hypot(half.stderr, apart),
@@ -165,7 +164,7 @@ def local_learning_coefficient(
         method="local learning coefficient, stochastic gradient Langevin dynamics",
         details={
             **loss.details(seed),
-            **settings,
+            **{"localization": localization, "step_size": step_size, "draws": num_draws, "burn_in": burn_in},
             "inverse_temperature": heat,
             "loss": level,
             "r_hat": half.r_hat,
