@@ -250,7 +250,9 @@ def test_the_command(here, made, monkeypatch, capfd):
     assert "lab-tiny-seed7-step1" in said
     assert "there is no checkpoint lab/tiny-seed7@step1" in " ".join(out.split())
     before = Path("suite/suite.parquet").read_bytes()
-    assert SuiteTable.read(Path("suite")).wide().drop_nulls().height == 6
+    table = SuiteTable.read(Path("suite"))
+    assert [each for each in table.problems() if "lab/tiny-seed7@step1" not in each] == []
+    assert table.wide().drop_nulls().height == 6
     page = Path("suite/index.html").read_text()
     assert "what predicts int4-rise?" in page
     assert "there is no checkpoint lab/tiny-seed7@step1" in page
