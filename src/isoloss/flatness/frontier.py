@@ -49,8 +49,8 @@ def forgetting_frontier(
     For models to be compared, `frontier` is the forgetting at one gain for all. From the smallest rate at which the
     gain is reached and its smaller neighbor, or no training at all, two more rates close in on the gain, and between
     the nearest two the frontier is a straight line. With f and b the points of that line (forgetting at the old text,
-    gain at the new) and s its slope, the error is that of f - s b: documents of both texts, before and after in pairs.
-    The last step of closing in counts as an error of the interpolation.
+    gain at the new) and s its slope, the error is that of f - s b: documents of both texts, before and after in pairs,
+    with the half that is trained on given. The last step of closing in counts as an error of the interpolation.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are trained, and set back bit for bit.

@@ -143,12 +143,12 @@ def gradient_agreement(
     found, value = independent_difference(parts[0], times(parts[1], -1)), float(values[0])
     of_pairs = _variance_of_pairs(sketches, sizes, [float(norm[0]) for norm in norms], value)
     stderr = math.sqrt(max(found.stderr**2 - of_pairs, of_pairs))
-    influence = None if found.influence is None else found.influence * (stderr / found.stderr)
+    scaled = None if found.influence is None else found.influence * (stderr / found.stderr)
     return replace(
         found,
         value=value + found.value,
         stderr=stderr,
-        influence=influence,
+        influence=scaled,
         method="agreement of the gradients of two texts, unbiased norms",
         details={**_about(losses[0]), "sequences": sum(loss.num_sequences for loss in losses)},
     )

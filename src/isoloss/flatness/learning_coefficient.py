@@ -111,7 +111,7 @@ def local_learning_coefficient(
     with loss.training() as of_batch:
         before = [of_batch(batch)[0] for batch in parts]
 
-    def draws(size: float, skipped: int, kept: int, *names: int) -> torch.Tensor:
+    def rises_of(size: float, skipped: int, kept: int, *names: int) -> torch.Tensor:
         """Return (kept,) float64: the rises of a chain, whose random numbers are called `names`."""
         rises = []
         generator = seeds.generator(seed, "llc batches", *names)
@@ -135,7 +135,7 @@ def local_learning_coefficient(
     for number, times in enumerate((1, 2)):
         chains = []
         for chain in range(num_chains):
-            chains.append(draws(step_size / times, times * burn_in, times * num_draws, times, chain))
+            chains.append(rises_of(step_size / times, times * burn_in, times * num_draws, times, chain))
             if progress is not None:
                 progress(number * num_chains + chain + 1)
         runs.append(chain_mean(heat * torch.stack(chains)))
