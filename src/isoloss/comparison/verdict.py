@@ -164,6 +164,22 @@ class TraceComparison(Tabular):
         # kept, as they are drawn for three models and more; a cached property is stored in a frozen dataclass too
         return {}
 
+    @functools.cached_property
+    def originals(self) -> dict[str, str]:
+        """For each model the first one that is the same function, or itself."""
+        weights, architectures = self.weights, self.architectures
+        found: dict[str, str] = {}
+
+        def are_one(one: str, other: str) -> bool:
+            # another config makes another function of the same weights, however near the losses of small weights are
+            is_other_function = weights[one] == weights[other] and architectures[one] != architectures[other]
+            is_made = not {one, other}.isdisjoint(self.interpolated)
+            return not is_made and not is_other_function and _is_rounding(self.difference("loss", one, other))
+
+        for name in weights:
+            found[name] = next((one for one in dict.fromkeys(found.values()) if are_one(one, name)), name)
+        return found
+
     def _estimate(self, model: str, name: str) -> Estimate:
         for kind, wanted, known in (("model", model, tuple(self.models)), ("estimate", name, self.names)):
             if wanted not in known:
@@ -306,7 +322,7 @@ def verdict(
     """
     at_least("min_ratio", min_ratio, 1)
     names = names or {model: model for model in comparison.models}
-    originals, copies = same_models(comparison), copies_in_words(comparison, names)
+    originals, copies = comparison.originals, copies_in_words(comparison, names)
     same = list(copies.values())
     number = len(set(originals.values()))
     if number == 1:
@@ -339,26 +355,10 @@ def verdict(
     return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
 
 
-def same_models(comparison: TraceComparison) -> dict[str, str]:
-    """Return for each model the first one that is the same function, or itself."""
-    weights, architectures = comparison.weights, comparison.architectures
-    originals: dict[str, str] = {}
-
-    def are_one(one: str, other: str) -> bool:
-        # another config makes another function of the same weights, however near the losses of small weights are
-        is_other_function = weights[one] == weights[other] and architectures[one] != architectures[other]
-        is_made = not {one, other}.isdisjoint(comparison.interpolated)
-        return not is_made and not is_other_function and _is_rounding(comparison.difference("loss", one, other))
-
-    for name in weights:
-        originals[name] = next((one for one in dict.fromkeys(originals.values()) if are_one(one, name)), name)
-    return originals
-
-
 def copies_in_words(comparison: TraceComparison, names: Mapping[str, str]) -> dict[Reason, str]:
     """Return a sentence on the models that have the weights of another one, and one on those of its function."""
     copies: dict[Reason, list[str]] = {"weights": [], "function": []}
-    for name, other in same_models(comparison).items():
+    for name, other in comparison.originals.items():
         if other != name:
             is_copy = comparison.weights[other] == comparison.weights[name]
             copies["weights" if is_copy else "function"].append(f"{names[other]} and {names[name]}")
