@@ -93,11 +93,13 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
         title = f"At one loss, which is flatter: {' or '.join(comparison.series)}?"
     columns = [data.column_of(name, "nats per token") for name in comparison.along]
     shown = [dataclasses.replace(c, title=TITLES.get(c.name, c.title).capitalize()) for c in columns]
+    sizes = {model: trace.details["num_parameters"] for model, trace in comparison.of("trace").items()}
+    has_markers = len(set(sizes.values())) <= len(data.MARKERS)
     rows = []
     for name, series in comparison.series.items():
         for step, model in series.items():
-            parameters = comparison.models[model]["trace"].details["num_parameters"]
-            row = {"run": name, "group": name, "size": f"{parameters:,}", "parameters": parameters, "step": step}
+            size = f"{sizes[model]:,}" if has_markers else "various"
+            row = {"run": name, "group": name, "size": size, "parameters": sizes[model], "step": step}
             for column in shown:
                 estimate = comparison.models[model][column.name]
                 row |= {column.name: estimate.value, column.stderr_column: estimate.stderr}
@@ -116,7 +118,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
                 drawn.append(Interval(row=at, series=other, value=ratio, low=low, high=high, text=text))
         title_of = f"{column.title}, ratio to {first}"
         panels.append(IntervalPanel(title=title_of, intervals=drawn, reference=1.0, log=True))
-    if panels and panels[0].intervals:
+    if panels[0].intervals and len(others) <= len(data.COLORS):
         at_one = (
             "A row for each loss that both series reach; a series without a checkpoint at this loss is interpolated."
         )

@@ -204,9 +204,14 @@ class TraceComparison(Tabular):
         """Return which model is the flattest, or why that cannot be said.
 
         Args:
-            loss_margin: Nats per predicted token within which two losses count as the same.
-            min_ratio: The smallest ratio of two traces that counts as a difference.
+            loss_margin: Margin in nats per predicted token within which losses count as the same: by two one-sided
+                tests at 5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
+            min_ratio: The smallest ratio of two traces that counts: the flattest model's trace and minimal trace are
+                smaller than any other's by this factor at least.
             more: What would make the errors smaller.
+
+        Raises:
+            IsolossError: The margin is not above 0, or the ratio is below 1.
         """
         return verdict(self, loss_margin=loss_margin, min_ratio=min_ratio, more=more)
 
@@ -295,30 +300,9 @@ def verdict(
     more: str = "more inputs",
     with_tasks: bool = False,
 ) -> Verdict:
-    """Return the verdict on models that were compared.
+    """Return the verdict on models that were compared; for `TraceComparison.verdict`, which says more.
 
-    Args:
-        comparison: What `isoloss.compare_traces` returned for them.
-        loss_margin: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
-            5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
-        min_ratio: The smallest ratio of two traces that counts: the flattest model's trace and minimal trace are
-            smaller than any other's by this factor at least.
-        names: What the models are called; None: their names.
-        more: What would make the errors smaller.
-        with_tasks: Whether the models were compared on a task, so that this is no next step.
-
-    Raises:
-        IsolossError: The margin is not above 0, or the ratio is below 1.
-
-    Example:
-        >>> import torch
-        >>> from isoloss import compare_traces
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
-        >>> model = GPT2LMHeadModel(config).eval()
-        >>> ids = torch.randint(0, 8, (16, 4))
-        >>> print(compare_traces({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
-        a and b have identical weights. There is nothing to compare.
+    `names` is what the models are called; `with_tasks`: they were compared on a task, so that this is no next step.
     """
     at_least("min_ratio", min_ratio, 1)
     names = names or {model: model for model in comparison.models}
