@@ -322,7 +322,7 @@ def verdict(
         )
         for trace in comparison.traces
     }
-    against = dict(_reasons(comparison, originals, best, chances, names, loss_margin, min_ratio, more))
+    against = dict(_reasons(comparison, best, chances, names, loss_margin, min_ratio, more))
     if against:
         text = ["No verdict on which is the flattest.", *against.values()]
         steps = _next(against, more, with_tasks, is_series=bool(series_of(comparison.models)))
@@ -330,7 +330,7 @@ def verdict(
         return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
     ratios = [
         f"its {trace.replace('-', ' ')} is {times_in_words(ratio, interval)} {names[other]}'s"
-        for trace, (other, ratio, interval) in _rivals(comparison, originals, best).items()
+        for trace, (other, ratio, interval) in _rivals(comparison, best).items()
     ]
     sentence = (
         f"{names[best['trace']]} is the flattest: {_listed(ratios)}, at the same loss as the other{'s' * (number > 2)} "
@@ -355,7 +355,6 @@ def copies_in_words(comparison: TraceComparison, names: Mapping[str, str]) -> di
 
 def _reasons(
     comparison: TraceComparison,
-    originals: Mapping[str, str],
     best: Mapping[str, str],
     chances: Mapping[str, float],
     names: Mapping[str, str],
@@ -377,7 +376,7 @@ def _reasons(
             "activation or heads.",
         )
         return
-    rivals = _rivals(comparison, originals, best)
+    rivals = _rivals(comparison, best)
     smallest = [
         f"the smallest {trace.replace('-', ' ')}, {times_in_words(ratio, interval)} {names[other]}'s (probability "
         f"{probability(chances[trace])})"
@@ -413,9 +412,9 @@ def _reasons(
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
     # last: a rare input is a reason only where there would be a verdict otherwise
-    elif warning := _rarity(comparison, originals, best["trace"], names):
+    elif warning := _rarity(comparison, best["trace"], names):
         yield "rare", f"{said}, but {warning}."
-    others = [name for name in originals if originals[name] == name != best["trace"]]
+    others = [name for name, original in comparison.originals.items() if original == name != best["trace"]]
     differences = {name: comparison.difference("loss", name, best["trace"]) for name in others}
     apart = {name: each for name, each in differences.items() if not equivalence(each, loss_margin).shown}
     if apart:
@@ -447,13 +446,11 @@ def _conventions(least: Estimate) -> tuple[str, ...]:
     return tuple(details["gauged"])
 
 
-def _rivals(
-    comparison: TraceComparison, originals: Mapping[str, str], best: Mapping[str, str]
-) -> dict[str, tuple[str, float, tuple[float, float]]]:
+def _rivals(comparison: TraceComparison, best: Mapping[str, str]) -> dict[str, tuple[str, float, tuple[float, float]]]:
     """Return by trace the model that comes next to the best, and the ratio of the best to it with its interval."""
     rivals = {}
     for trace, first in best.items():
-        other = next(name for name in comparison.ranking(trace) if originals[name] != first)
+        other = next(name for name in comparison.ranking(trace) if comparison.originals[name] != first)
         rivals[trace] = other, *comparison.ratio(trace, first, other)
     return rivals
 
@@ -469,7 +466,7 @@ def in_digits(ratio: float) -> str:
     return f"{ratio:#.3g}".rstrip(".")
 
 
-def _rarity(comparison: TraceComparison, originals: Mapping[str, str], best: str, names: Mapping[str, str]) -> str:
+def _rarity(comparison: TraceComparison, best: str, names: Mapping[str, str]) -> str:
     """Return a warning where one input makes up much of the error of a difference, and the verdict rests on it.
 
     With s_i the part of input i in the squared error, that error is worth 1 / sum s_i^2 equal inputs (Satterthwaite,
@@ -478,7 +475,7 @@ def _rarity(comparison: TraceComparison, originals: Mapping[str, str], best: str
     """
     differences = {}
     for trace in comparison.traces:
-        for name in (name for name in originals if originals[name] != best):
+        for name in (name for name, original in comparison.originals.items() if original != best):
             difference = comparison.difference(trace, name, best)
             assert difference.influence is not None
             squares = np.square(difference.influence)

@@ -334,14 +334,13 @@ def _some(batches: Iterable[Mapping[str, Any]], seed: int) -> list[dict[str, Any
     ):
         chosen = rows.nonzero()[:, 0]
         if len(chosen):
-            few.append({name: _rows(name, value, chosen, len(rows)) for name, value in batch.items()})
+            few.append(dict(batch))
+            for name, value in batch.items():
+                if isinstance(value, torch.Tensor):
+                    few[-1][name] = value[chosen.to(value.device)] if len(value) == len(rows) else value
+                elif name == "documents":
+                    few[-1][name] = [value[row] for row in chosen.tolist()]
     return few
-
-
-def _rows(name: str, value: Any, chosen: torch.Tensor, size: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[chosen.to(value.device)] if len(value) == size else value
-    return [value[row] for row in chosen.tolist()] if name == "documents" else value
 
 
 def _accuracy(measure: Probe, model: nn.Module, context: MeasureContext) -> Estimate:
