@@ -159,10 +159,7 @@ class ModelComparison(TraceComparison):
     ) -> Verdict:
         """Return which model is the flattest, or why that cannot be said.
 
-        Args:
-            loss_margin: Nats per predicted token within which two losses count as the same; None: the comparison's.
-            min_ratio: The smallest ratio of two traces that counts as a difference; None: the comparison's.
-            more: What would make the errors smaller.
+        Arguments are those of `TraceComparison.verdict`; None: the comparison's.
         """
         return verdict(
             self,

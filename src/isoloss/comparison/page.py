@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from markupsafe import Markup
 
@@ -157,35 +158,16 @@ def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
         if name not in comparison.paired and values:
             yield IntervalRow(label=title, effect="", values=values)
         for other in others if name in comparison.paired else ():
-            label = title if len(others) == 1 else names[other]
-            group = "" if len(others) == 1 else title
+            shown: dict[str, Any]
             if name in _RATIOS:
-                ratio, (low, high) = comparison.ratio(name, other, first)
-                yield IntervalRow(
-                    label=label,
-                    effect=f"× {in_digits(ratio)}",
-                    interval=f"{in_digits(low)} to {in_digits(high)}",
-                    value=ratio,
-                    low=low,
-                    high=high,
-                    reference=1.0,
-                    log=True,
-                    scale="traces",
-                    group=group,
-                    values=values,
-                )
+                value, (low, high) = comparison.ratio(name, other, first)
+                shown = {"effect": f"× {in_digits(value)}", "interval": f"{in_digits(low)} to {in_digits(high)}"}
+                shown |= {"reference": 1.0, "log": True, "scale": "traces"}
             else:
                 difference = comparison.shown(name, comparison.difference(name, other, first))
-                low, high = difference.ci95
-                yield IntervalRow(
-                    label=label,
-                    effect=number(difference),
-                    interval=interval(difference),
-                    value=difference.value,
-                    low=low,
-                    high=high,
-                    scale=name,
-                    claimed=(-comparison.loss_margin, comparison.loss_margin) if name == "loss" else None,
-                    group=group,
-                    values=values,
-                )
+                value, (low, high) = difference.value, difference.ci95
+                shown = {"effect": number(difference), "interval": interval(difference), "scale": name}
+                if name == "loss":
+                    shown["claimed"] = (-comparison.loss_margin, comparison.loss_margin)
+            label, group = (title, "") if len(others) == 1 else (names[other], title)
+            yield IntervalRow(label=label, group=group, values=values, value=value, low=low, high=high, **shown)
