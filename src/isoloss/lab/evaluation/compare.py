@@ -35,7 +35,7 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO
 from isoloss.statistics.tables import label
-from isoloss.text.inputs import drawn_rows
+from isoloss.text.inputs import Inputs, drawn_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -165,6 +165,7 @@ def compare(
     )
 
     # 1. the inputs that all models are measured on, and the few of them on which the weights are changed
+    read: Inputs | None = None
     if batches is None:
         # a measurement that may stop early takes its inputs in random order, or it would be of the start of the data
         is_shuffled = rtol is not None or seconds is not None
@@ -176,13 +177,13 @@ def compare(
         batches, few = read.batches, read.some(_ROBUSTNESS_SEQUENCES, seed).batches
         auxiliary_sample = read.auxiliary_sample if context.has_embeddings else None
     else:
-        for_text = {"data": data, "tokenizer": tokenizer, "inputs": inputs}
+        for_text: dict[str, Any] = {"data": data, "tokenizer": tokenizer, "inputs": inputs}
         for_text |= {"tasks": tasks or None, "measures": measures or None}
         if unused := [name for name, value in for_text.items() if value is not None]:
             raise IsolossError(f"batches are given: leave out {' and '.join(unused)}, for reading text, or the batches")
         if not isinstance(batches, Mapping):  # that one is refused by the measurement
             batches = list(as_tensors(batches))
-        few, read, auxiliary_sample = _some(batches, seed), None, None
+        few, auxiliary_sample = _some(batches, seed), None
 
     # 2. of each model, while it is loaded: trace and minimal trace, then robustness, further measures and tasks
     changes = {
@@ -216,8 +217,10 @@ def compare(
         fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
         if read is not None and read.bytes_per_token:
             fields["models"] = _with_bits_per_byte(compared.models, read.bytes_per_token)
-        about = {"inputs": "" if read is None else read.description, "measures": tuple(others)}
-        return ModelComparison(**fields, **about, loss_margin=loss_margin, min_ratio=min_ratio)
+        description = "" if read is None else read.description
+        return ModelComparison(
+            **fields, loss_margin=loss_margin, min_ratio=min_ratio, inputs=description, measures=tuple(others)
+        )
 
     try:
         compared = compare_traces(
