@@ -200,17 +200,15 @@ def compare(
 
     kept = None
     if output is not None:
+        chosen = [
+            *(settings, sorted(others), robustness, causal, rtol, seconds, str(dtype), str(resolve_device(device))),
+            *(str(attention), tasks, task_data, pooling, module, _contents((*tasks, *task_data), module)),
+        ]
         held = batches if isinstance(batches, list) else []
-        about = {
-            "versions": versions(),
-            "first model": next(iter(named)),  # it decides the controls of all
-            "inputs": [_sha256(each) for each in (held, few, auxiliary_sample or ())],
-            "settings": [
-                *(settings, sorted(others), robustness, causal, rtol, seconds, str(dtype), str(resolve_device(device))),
-                *(str(attention), tasks, task_data, pooling, module, _contents((*tasks, *task_data), module)),
-            ],
-        }
-        kept = Kept(Path(output), about)
+        read_by_all = [_sha256(each) for each in (held, few, auxiliary_sample or ())]
+        # the first model decides the controls of all
+        decisive = {"versions": versions(), "first model": next(iter(named)), "inputs": read_by_all, "settings": chosen}
+        kept = Kept(Path(output), decisive)
 
     # 3. one table, which judges itself
     def judged(compared: TraceComparison) -> ModelComparison:
