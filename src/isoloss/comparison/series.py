@@ -140,7 +140,7 @@ def _pair(
 
 def without_copies(comparison: TraceComparison, series: Series) -> Series:
     """Return a series without the checkpoints that are copies of an earlier one of it."""
-    first = {comparison.originals[model]: step for step, model in reversed(series.items())}
+    first = {comparison.originals[model]: step for step, model in reversed(list(series.items()))}
     return {step: model for step, model in series.items() if first[comparison.originals[model]] == step}
 
 
