@@ -1,5 +1,6 @@
 """A suite of tiny checkpoints from a hub's cache, measured offline: resumed, with empty cells, and by command."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -287,6 +288,22 @@ def test_the_command(here, made, monkeypatch, capfd):
     assert "done in" not in said
     assert [each["measure"] for each in json.loads(out)["answers"]] == ["trace"]
     assert Path("suite/suite.parquet").read_bytes() == before
+
+
+def test_an_executor_that_ends_with_an_error_on_what_cannot_be_loaded_leaves_the_table(here, monkeypatch, capsys):
+    def carry_out(loop, options, *, any_unit=True):
+        for attempt in loop if any_unit else ():
+            loop.finish(attempt, main([*attempt.arguments]))
+        raise IsolossError("no unit was done")  # as of Slurm's workers
+
+    words = ("lab/tiny-seed0@step1", "none", "--data", str(here), "--measures", "trace", "--num-sequences", "12")
+    monkeypatch.setattr("isoloss.cli.suite.executor_of", lambda args: functools.partial(carry_out, any_unit=False))
+    assert main(["suite", *words, "--output", "out"]) == 2
+    assert not Path("out/suite.parquet").exists()
+    monkeypatch.setattr("isoloss.cli.suite.executor_of", lambda args: carry_out)
+    assert main(["suite", *words, "--output", "out"]) == 2
+    assert "no unit was done" in capsys.readouterr().err
+    assert SuiteTable.read(Path("out")).wide()["trace"].is_null().to_list() == [False, True]
 
 
 def test_the_mean_of_revisions_in_the_cache(here):

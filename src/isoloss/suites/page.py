@@ -361,7 +361,8 @@ class _Suite:
             for line in lines.values():
                 steps = list(itertools.pairwise(sorted(line)))
                 moves = [(b[1] - a[1], Z95 * math.hypot(a[2], b[2])) for a, b in steps]
-                for i in find_jumps([(move - half, move + half) for move, half in moves]):
+                intervals = [(move - half, move + half) for move, half in moves]
+                for i in find_jumps(intervals, [b[0] - a[0] for a, b in steps]):
                     way = "rises" if moves[i][0] > 0 else "falls"
                     yield f"Jump: {column.name} {way} from {steps[i][0][3]} to {steps[i][1][3]}."
 
