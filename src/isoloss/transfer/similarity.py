@@ -178,7 +178,8 @@ def state_ranks(states: torch.Tensor, clusters: torch.Tensor) -> dict[str, Estim
 
     Both are of the covariance of all states, so m should be far above d; see `effective_rank` and
     `effective_dimension`. A change of the covariance by a cluster moves eigenvalue l_k by its mean of (v_k'x)^2 - l_k,
-    for the eigenvector v_k and centered states x; the error is the jackknife's, to first order.
+    for the eigenvector v_k and centered states x; the error is the jackknife's, to first order. Of few clusters, both
+    are a little too small: by up to an error for 40 documents of 16 tokens and d = 16, and by less the more there are.
 
     Args:
         states: (m, d), in any floating-point type.
@@ -198,6 +199,9 @@ def state_ranks(states: torch.Tensor, clusters: torch.Tensor) -> dict[str, Estim
 
     from isoloss.statistics.ratio import by_leaving_out, from_influence
 
+    number = int(clusters.max()) + 1
+    if number < 2:
+        raise IsolossError("an error bar needs at least 2 independent sequences or documents")
     mean, blocks = states.mean(dim=0, dtype=torch.float64), torch.split(states, _COLUMNS)
     covariance = sum(((x := block - mean).T @ x for block in blocks), torch.zeros(())) / len(states)
     values, vectors = torch.linalg.eigh(covariance)
@@ -213,7 +217,6 @@ def state_ranks(states: torch.Tensor, clusters: torch.Tensor) -> dict[str, Estim
     of_ratio = 2 * ratio * (1 / total - values / square)
     slopes = torch.stack([of_rank, of_ratio], dim=1)
     moved = torch.cat([((block - mean) @ vectors).square() @ slopes for block in blocks])
-    number = int(clusters.max()) + 1
     sums = moved.new_zeros(number, 2).index_add_(0, clusters, moved)
     sizes = clusters.bincount(minlength=number).double()
     psi = by_leaving_out(sums, sizes)
@@ -223,6 +226,23 @@ def state_ranks(states: torch.Tensor, clusters: torch.Tensor) -> dict[str, Estim
             (("effective-rank", rank, "RankMe"), ("participation-ratio", ratio, "participation ratio"))
         )
     }
+
+
+def matrix_rank(matrix: torch.Tensor) -> Estimate:
+    """Return the effective rank of a matrix of weights (n, m): exact, with an error of 0 (Roy and Vetterli, 2007).
+
+    Example:
+        >>> import torch
+        >>> from isoloss.transfer.similarity import matrix_rank
+        >>> matrix_rank(torch.diag(torch.tensor([2.0, 2.0, 2.0, 0.0]))).value
+        3.0
+    """
+    import torch
+
+    squares = np.square(torch.linalg.svdvals(matrix.detach().double().cpu()).numpy())
+    _, rank = _shares(squares[squares > _NEGLIGIBLE * squares[0]])
+    about: dict[str, Any] = {"unit": "dimensions", "num_predictions": 0, "method": "exponential of an entropy"}
+    return Estimate(value=rank, stderr=0.0, samples=0, **about)
 
 
 def exact_features(features: torch.Tensor, probabilities: torch.Tensor, truth: torch.Tensor) -> dict[str, Estimate]:
