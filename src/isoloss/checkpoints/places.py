@@ -18,6 +18,7 @@ _IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?(\d+)")  # the checkpoints
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 TRAINER = "trainer.json"  # in a checkpoint of isoloss: where training stood, and the SHA-256 of the other files
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ACADEMIC, PICKLE = "encoder_ln_mode", "pytorch_model.bin"  # a field of Academic Budget BERT's config; its weights
 WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 HUB_UNREACHABLE = "the Hugging Face hub does not answer"
@@ -314,8 +315,15 @@ def check_folder(folder: Path) -> None:
     if not (folder / CONFIG).is_file():
         instead = _instead(folder)
         raise IsolossError(f"{folder} is not a checkpoint: it has no config.json{instead and f'; {instead}'}")
-    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+    has_weights = any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+    if not has_weights and not ((folder / PICKLE).is_file() and is_academic(folder / CONFIG)):
         raise IsolossError(f"{folder} has no weights: {_instead(folder) or 'there is no model.safetensors in it'}")
+
+
+def is_academic(config: Path) -> bool:
+    """Return whether a config.json is of Academic Budget BERT, of whose weights a `.bin` file is read, too."""
+    document = files.read_json(config)
+    return isinstance(document, dict) and ACADEMIC in document
 
 
 def check_content(path: Path) -> None:
@@ -352,9 +360,12 @@ def _instead(folder: Path) -> str:
     if safetensors and WEIGHTS not in safetensors:
         return f"there is no {WEIGHTS} in it, but {', '.join(safetensors)}"
     if pickles:
+        file = folder / (PICKLE if PICKLE in pickles else pickles[0])
         return (
-            f"they are there only as a pickle ({', '.join(pickles)}), and loading a pickle can run any code; where you "
-            f"trust it, convert it with transformers: from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+            f"they are there only as a pickle ({', '.join(pickles)}), and loading a pickle can run any code; with "
+            f"state = torch.load({str(file)!r}, weights_only=True), which runs none, "
+            "safetensors.torch.save_file({key: value.clone() for key, value in state.items()}, "
+            f"{str(folder / WEIGHTS)!r}, {{'format': 'pt'}}) writes its tensors as they are"
         )
     return ""
 

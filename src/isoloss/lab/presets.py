@@ -25,6 +25,11 @@ _MASKED = ObjectiveConfig(masking="fraction", fraction=0.15)
 # The paper's appendix A.1
 _GRAMMAR, _MARKOV = 20_000_000, 10_000_000  # sentences to train on
 
+_README_PROBE: dict[str, Any] = {
+    **{"epochs": 50, "batch_size": 512, "learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 50},
+    **{"standardize": False, "seeds": 5},
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -92,13 +97,23 @@ PRESETS: dict[str, Preset] = {
         "steps, five fixed masks of 15 %, [CLS] and [SEP]",
         architecture="bert-pre-ln",
         optimizer=OptimizerConfig(
-            learning_rate=5e-4, schedule="linear", warmup_steps=3333, weight_decay=0.01, betas=(0.9, 0.98)
+            learning_rate=5e-4,
+            schedule="linear",
+            warmup_steps=3333,
+            weight_decay=0.01,
+            betas=(0.9, 0.98),
+            adam_eps=1e-6,
         ),
         text_warmup_steps=3333,
         steps=25_000,
         objective=_MASKED,
         masked_copies=5,
         is_framed=True,
+        # their `polynomial` is transformers', of power 1: linear
+        probe=LinearProbeConfig(**_README_PROBE),
+        lookup=ClassifierConfig(**_README_PROBE),
+        finetuning=FinetuneConfig(learning_rate=1e-4, warmup_steps=50, epochs=50, batch_size=128, seeds=5),
+        num_train=10_000,
         tasks={"A": "root", "B": "prefix-4", "C": "prefix-2"},
     ),
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.checkpoints.places import check_checkpoint
+from isoloss.checkpoints.places import PICKLE, check_checkpoint
 from isoloss.config import LanguageConfig, setting
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -196,7 +196,8 @@ class ExternalRun(Run):
             weights: str = self.result()["weights"]
             return weights
         folder = self.checkpoint(step)
-        shards = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
+        patterns = ("model.safetensors", "model-*.safetensors", PICKLE)
+        shards = next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), [])
         if not shards:
             raise IsolossError(f"{folder} has no weights: there is no model.safetensors in it")
         # of a single file its own, as of a run's checkpoint
