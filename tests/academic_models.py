@@ -78,9 +78,8 @@ def logits(weights, config, ids, mask):
         x = x if is_pre else norm(second, x)
     x = norm("bert.encoder.FinalLayerNorm", x) if is_pre else x
     x = norm("cls.predictions.transform.LayerNorm", F.gelu(linear(f"cls.predictions.transform.{dense}", x)))
-    scores = x @ embeddings["word"].T
-    # where only masked positions are predicted, the decoder's bias is never added
-    return scores if config.get("sparse_mask_prediction", True) else scores + weights["cls.predictions.bias"]
+    # where only masked positions are predicted, the stored bias is never added
+    return x @ embeddings["word"].T
 
 
 def make_config(mode, **more):

@@ -89,8 +89,6 @@ class OptimizerConfig:
         is_ours = any(self.name in optimizers for optimizers in OPTIMIZERS.builtin.values())
         if self.momentum and is_ours and self.name not in ("sgd", "muon"):
             raise IsolossError(f"momentum is {self.momentum}, but the optimizer is {self.name}: it needs sgd or muon")
-        if self.adam_eps != OptimizerConfig.adam_eps and is_ours and self.name in ("sgd", "shampoo", "lion"):
-            raise IsolossError(f"adam_eps is {self.adam_eps}, but {self.name} has no update of Adam: leave it out")
         if self.schedule == "constant" and self.decay_steps is not None:
             raise IsolossError(
                 f"decay_steps is {self.decay_steps}, but the schedule is constant: choose linear, cosine or 1-sqrt"

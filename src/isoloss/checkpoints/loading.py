@@ -7,11 +7,12 @@ import copy
 import importlib.util
 import json
 import math
+import pickle
 import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
@@ -30,6 +32,7 @@ from isoloss.checkpoints import academic_bert
 from isoloss.checkpoints.places import (
     ACADEMIC,
     FROM_CACHE,
+    PICKLE,
     check_folder,
     check_weights,
     check_weights_file,
@@ -41,12 +44,12 @@ from isoloss.checkpoints.places import (
 from isoloss.checkpoints.stored import (
     StoredWeight,
     adapter_config,
+    check_archive,
     check_layers,
     check_types,
+    checkpoint_file,
     header,
     read_config,
-    read_state,
-    reason,
     stored_weights,
 )
 from isoloss.errors import IsolossError, require, warn
@@ -104,6 +107,7 @@ def load_model(
     trust_remote_code: bool = False,
     ignore_unexpected_weights: bool = False,
     module: str | None = None,
+    words: Sequence[str] = (),
 ) -> LoadedModel:
     """Load a checkpoint that has a language-modeling head.
 
@@ -122,6 +126,8 @@ def load_model(
         module: `FILE.py:NAME`: the file is run, and its function NAME, called without arguments, returns an `nn.Module`
             that predicts next tokens. `checkpoint` is then a file with its weights: safetensors, or what `torch.save`
             wrote of a state dict, as it is or below `model` or `state_dict`. Nothing in that file runs.
+        words: Of a checkpoint of Academic Budget BERT with a vocab.txt: the tokens that get the ids 0, 1, ...; padding
+            and mask follow, then all other tokens. Another checkpoint keeps its ids.
 
     Returns:
         A `LoadedModel`: `model` in evaluation mode, with every weight from the checkpoint, its `kind`, `name` and
@@ -167,14 +173,16 @@ def load_model(
         document, stored = read_config(**place, trust_remote_code=trust_remote_code), stored_weights(**place)
         check_layers(name, document, stored)
         if ACADEMIC in document:
-            kernel = None if attention == "auto" else attention
-            paths = {weight.path for weight in stored.values()}
-            state = {key: value for path in sorted(paths) for key, value in read_state(path).items()}
-            model, info = academic_bert.make_model(
-                name, document, state, dtype=dtype or torch.float32, attn_implementation=kernel
-            )
-            _check_keys(model, info, name, are_ignored=ignore_unexpected_weights)
-            model = model.to(target).eval()
+            paths = {w.path for w in stored.values()} or {checkpoint_file(source.where, PICKLE, source.revision)}
+            state = {key: value for path in paths if path for key, value in _read_state(path).items()}
+            vocabulary = checkpoint_file(source.where, "vocab.txt", source.revision) if words else None
+            ids = {} if vocabulary is None else {w: n for n, w in enumerate(vocabulary.read_text().splitlines())}
+            wanted = (*words, "[PAD]", "[MASK]") if ids else ()
+            if unknown := set(wanted) - ids.keys():
+                raise IsolossError(f"{vocabulary} lacks words of the language: {_some(unknown)}")
+            first = [ids[word] for word in wanted]
+            how = {"dtype": dtype or torch.float32, "attn_implementation": None if attention == "auto" else attention}
+            model = academic_bert.make_model(name, document, state, first, **how).to(target).eval()
             return LoadedModel(model=model, kind="masked", name=name, architecture=type(model).__name__)
         options = {"trust_remote_code": trust_remote_code, "revision": source.revision}
         config = AutoConfig.from_pretrained(source.where, **options)
@@ -211,7 +219,13 @@ def load_model(
             output_loading_info=True,
             **options,
         )
-    _check_keys(model, info, name, are_ignored=ignore_unexpected_weights)
+    mismatched = {key for key, *_ in info["mismatched_keys"]}
+    if mismatched:
+        raise IsolossError(f"{name} holds weights of another shape than its config.json says: {_some(mismatched)}")
+    if info["missing_keys"]:
+        instead = f", and holds others, {_some(info['unexpected_keys'])}" if info["unexpected_keys"] else ""
+        raise IsolossError(f"{name} lacks weights of {type(model).__name__}: {_some(info['missing_keys'])}{instead}")
+    _check_unexpected(model, info["unexpected_keys"], name, are_ignored=ignore_unexpected_weights)
     if wrappers:
         # by these, save_pretrained would put the prefixes back
         del model._weight_conversions
@@ -335,7 +349,7 @@ def _load_module(
 
 def _copy_weights(model: nn.Module, path: Path, *, leave_out: bool) -> None:
     """Copy the weights in a file into a module, which must have all of them and no others."""
-    state, needed = read_state(path), model.state_dict(keep_vars=True)
+    state, needed = _read_state(path), model.state_dict(keep_vars=True)
     if not state.keys() <= needed.keys() and any(re.search("|".join(_WRAPPERS), key) for key in state):
         state = {re.sub("|".join(_WRAPPERS), "", key): value for key, value in state.items()}
         warn(f"the weights of {path} have prefixes of torch.compile or DataParallel in their names: they are left out")
@@ -388,10 +402,38 @@ def _untie(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> N
 
 def _module_header(path: Path) -> Iterator[tuple[Hashable, ...]]:
     """Yield name, type and shape of each tensor in a file of a module's weights."""
+    if path.suffix != ".safetensors":
+        # on this device no value is read
+        yield from ((key, str(w.dtype), tuple(w.shape)) for key, w in _read_state(path, "meta").items())
+        return
     try:
         yield from ((key, *weight[1:]) for key, weight in header(path))
     except SafetensorError as error:
         raise IsolossError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def _read_state(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Return the tensors in a file, by name; nothing in it runs."""
+    try:
+        if path.suffix == ".safetensors":
+            found: Any = load_file(path)
+        else:
+            check_archive(path)
+            found = torch.load(path, device, weights_only=True)
+    except IsolossError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise IsolossError(
+            f"{path} holds more than tensors and plain values, which could run any code: save model.state_dict() alone"
+        ) from error
+    except Exception as error:  # what a damaged file raises has no common class
+        raise IsolossError(f"{path} cannot be read: {reason(error)}") from error
+    for key in ("model", "state_dict"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise IsolossError(f"{path} holds no state dict, neither as it is nor below `model` or `state_dict`")
+    return dict(found)
 
 
 # --- what the loaded model is checked for ----------------------------------------------------------------------------
@@ -428,15 +470,10 @@ def _check_size(name: str, cls: Any, config: Any, stored: Mapping[str, StoredWei
         )
 
 
-def _check_keys(model: PreTrainedModel, info: Mapping[str, Any], name: str, *, are_ignored: bool) -> None:
-    """Refuse weights that are missing, of another shape, or belong inside a module that the model has."""
-    mismatched = {key for key, *_ in info["mismatched_keys"]}
-    if mismatched:
-        raise IsolossError(f"{name} holds weights of another shape than its config.json says: {_some(mismatched)}")
-    if info["missing_keys"]:
-        instead = f", and holds others, {_some(info['unexpected_keys'])}" if info["unexpected_keys"] else ""
-        raise IsolossError(f"{name} lacks weights of {type(model).__name__}: {_some(info['missing_keys'])}{instead}")
-    _check_unexpected(model, info["unexpected_keys"], name, are_ignored=are_ignored)
+def reason(error: Exception) -> str:
+    """Return the message of another library's error, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
 
 
 def _check_unexpected(model: PreTrainedModel, keys: set[str], name: str, *, are_ignored: bool) -> None:

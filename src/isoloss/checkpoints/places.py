@@ -315,15 +315,9 @@ def check_folder(folder: Path) -> None:
     if not (folder / CONFIG).is_file():
         instead = _instead(folder)
         raise IsolossError(f"{folder} is not a checkpoint: it has no config.json{instead and f'; {instead}'}")
-    has_weights = any((folder / name).is_file() for name in (WEIGHTS, INDEX))
-    if not has_weights and not ((folder / PICKLE).is_file() and is_academic(folder / CONFIG)):
+    named = (WEIGHTS, INDEX, *[PICKLE] * (ACADEMIC in (folder / CONFIG).read_text(errors="replace")))
+    if not any((folder / name).is_file() for name in named):
         raise IsolossError(f"{folder} has no weights: {_instead(folder) or 'there is no model.safetensors in it'}")
-
-
-def is_academic(config: Path) -> bool:
-    """Return whether a config.json is of Academic Budget BERT, of whose weights a `.bin` file is read, too."""
-    document = files.read_json(config)
-    return isinstance(document, dict) and ACADEMIC in document
 
 
 def check_content(path: Path) -> None:
@@ -360,12 +354,9 @@ def _instead(folder: Path) -> str:
     if safetensors and WEIGHTS not in safetensors:
         return f"there is no {WEIGHTS} in it, but {', '.join(safetensors)}"
     if pickles:
-        file = folder / (PICKLE if PICKLE in pickles else pickles[0])
         return (
-            f"they are there only as a pickle ({', '.join(pickles)}), and loading a pickle can run any code; with "
-            f"state = torch.load({str(file)!r}, weights_only=True), which runs none, "
-            "safetensors.torch.save_file({key: value.clone() for key, value in state.items()}, "
-            f"{str(folder / WEIGHTS)!r}, {{'format': 'pt'}}) writes its tensors as they are"
+            f"they are there only as a pickle ({', '.join(pickles)}), and loading a pickle can run any code; read it "
+            f"with torch.load and weights_only=True, and write its tensors by safetensors.torch.save_file as {WEIGHTS}"
         )
     return ""
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from isoloss import files
 from isoloss.builtin_components import MODEL_TYPES
-from isoloss.checkpoints.places import ADAPTER, CONFIG, INDEX, PICKLE, WEIGHTS, is_academic
+from isoloss.checkpoints.places import ADAPTER, CONFIG, INDEX, WEIGHTS
 from isoloss.errors import IsolossError, warn
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
@@ -27,10 +24,10 @@ _MAX_SHARED_LAYERS = 200  # for a model with layers that share weights, such as 
 
 
 class StoredWeight(NamedTuple):
-    """A weight, as the header of its file describes it."""
+    """A weight, as the header of a safetensors file describes it."""
 
     path: Path
-    dtype: str  # as safetensors calls it, such as BF16; of other files as torch does
+    dtype: str  # as safetensors calls it, such as BF16
     shape: tuple[int, ...]
 
 
@@ -75,8 +72,6 @@ def stored_weights(where: str, revision: str = "main") -> dict[str, StoredWeight
             if path is None:
                 raise IsolossError(f"{where} lacks {shard}, which its {INDEX} names: copy or download it too")
         places = weight_map
-    elif paths == [None] and (config := checkpoint_file(where, CONFIG, revision)) and is_academic(config):
-        paths = [checkpoint_file(where, PICKLE, revision)]
     elif index is not None and f'"{WEIGHTS}"' not in index.read_text():
         warn(f"{where} holds {WEIGHTS} and an {INDEX} of other files: as in transformers, {WEIGHTS} is read")
     return {
@@ -89,12 +84,7 @@ def stored_weights(where: str, revision: str = "main") -> dict[str, StoredWeight
 
 
 def header(path: Path) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield each weight in a file, as its header describes it."""
-    if path.suffix != ".safetensors":
-        # on this device no value is read
-        for name, tensor in read_state(path, "meta").items():
-            yield name, StoredWeight(path, str(tensor.dtype), tuple(tensor.shape))
-        return
+    """Yield each weight in a safetensors file, as the header describes it."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118, as a file is no dictionary
             part = file.get_slice(name)
@@ -172,33 +162,3 @@ def check_archive(path: Path) -> None:
         raise IsolossError(
             f"{path} is not a file of torch.save, which does not compress: it claims {claimed:,} bytes and has {size:,}"
         )
-
-
-def read_state(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Return the tensors in a file, by name; nothing in it runs."""
-    try:
-        if path.suffix == ".safetensors":
-            found: Any = load_file(path)
-        else:
-            check_archive(path)
-            found = torch.load(path, device, weights_only=True)
-    except IsolossError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise IsolossError(
-            f"{path} holds more than tensors and plain values, which could run any code: save model.state_dict() alone"
-        ) from error
-    except Exception as error:  # what a damaged file raises has no common class
-        raise IsolossError(f"{path} cannot be read: {reason(error)}") from error
-    for key in ("model", "state_dict"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise IsolossError(f"{path} holds no state dict, neither as it is nor below `model` or `state_dict`")
-    return dict(found)
-
-
-def reason(error: Exception) -> str:
-    """Return the message of another library's error, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [type(error).__name__])[0]

@@ -135,9 +135,6 @@ class _WithResidual(ExactLabels):
         return values
 
 
-_OUTPUT_BIASES = ("cls.predictions.bias", "lm_head.bias")  # of BERT, and of its pre-layer-norm variant
-
-
 class _PublishedCode(Estimator):
     """The estimator of the paper's published code: one probe per batch."""
 
@@ -148,7 +145,7 @@ class _PublishedCode(Estimator):
         super().__init__(model, **options)
         every = self.parameters
         self.parameters = {
-            name: value for name, value in every.items() if "pooler" not in name and name not in _OUTPUT_BIASES
+            n: p for n, p in every.items() if "pooler" not in n and n not in ("cls.predictions.bias", "lm_head.bias")
         }
         self._left_out = [name for name in every if name not in self.parameters]
 

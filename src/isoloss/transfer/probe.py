@@ -353,9 +353,8 @@ def _fit_adamw(
     weight, bias = initial[:, :, :-1].contiguous(), initial[:, None, :, -1].contiguous()
     # AdamW goes by elements, so that one optimizer of all seeds is one of each: S times fewer calls
     optimizer = torch.optim.AdamW([weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay)
-    schedule = OptimizerConfig(
-        learning_rate=config.learning_rate, schedule=config.schedule, warmup_steps=config.warmup_steps
-    )
+    fields = ("learning_rate", "schedule", "warmup_steps")
+    schedule = OptimizerConfig(**{field: getattr(config, field) for field in fields})
     step, total = 0, config.epochs * math.ceil(len(y) / config.batch_size)
     for _ in range(config.epochs):
         orders = torch.stack([torch.randperm(len(y), generator=g) for g in generators]).to(y.device)

@@ -196,8 +196,8 @@ class ExternalRun(Run):
             weights: str = self.result()["weights"]
             return weights
         folder = self.checkpoint(step)
-        patterns = ("model.safetensors", "model-*.safetensors", PICKLE)
-        shards = next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), [])
+        shards = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
+        shards = shards or sorted(folder.glob(PICKLE))
         if not shards:
             raise IsolossError(f"{folder} has no weights: there is no model.safetensors in it")
         # of a single file its own, as of a run's checkpoint
@@ -209,7 +209,8 @@ class ExternalRun(Run):
         from isoloss.lab.evaluation import context as contexts
 
         external = self.external
-        loaded = load_model(external.folder(download=True), device=device)
+        words = () if external.language is None else external.language.build().vocabulary
+        loaded = load_model(external.folder(download=True), device=device, words=words)
         weights = self.weights(0)
         # other weights may have come under the same name; `weights` reads the record once the checkpoint is gone
         if not self.complete or self.result()["weights"] != weights:

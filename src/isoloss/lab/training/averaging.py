@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isoloss import files
-from isoloss.checkpoints.loading import quiet
+from isoloss.checkpoints.loading import quiet, reason
 from isoloss.checkpoints.places import CONFIG, check_folder, check_weights
 from isoloss.checkpoints.stored import (
     StoredWeight,
@@ -22,7 +22,6 @@ from isoloss.checkpoints.stored import (
     check_layers,
     check_types,
     read_config,
-    reason,
     stored_weights,
 )
 from isoloss.errors import IsolossError, warn
@@ -103,10 +102,9 @@ def _weights(folder: Path) -> dict[str, StoredWeight]:
     if adapter_config(str(folder)) is not None:
         raise IsolossError(f"{folder} is an adapter; only whole models can be averaged")
     try:
-        stored = stored_weights(str(folder))
-        if any(weight.path.suffix != ".safetensors" for weight in stored.values()):
-            raise IsolossError(f"{folder} has its weights in a .bin file; only those in safetensors can be averaged")
-        return stored
+        if stored := stored_weights(str(folder)):
+            return stored
+        raise IsolossError(f"{folder} has no weights in safetensors, and no others can be averaged")
     except SafetensorError as error:
         raise IsolossError(f"the weights in {folder} are damaged: {error}") from error
 
