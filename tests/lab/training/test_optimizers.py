@@ -66,7 +66,7 @@ def test_all_steps_after_the_warm_up_may_decay_by_the_square_root():
     )
 
 
-@pytest.mark.parametrize("name", ["adamw", "lawa", "muon", "schedule-free", "soap"])
+@pytest.mark.parametrize("name", ["adamw", "lawa", "muon", "schedule-free"])
 def test_adam_eps_is_added_to_the_root_of_the_second_moment(name):
     moved = {}
     for eps in (1e-8, 3.0):
@@ -75,10 +75,8 @@ def test_adam_eps_is_added_to_the_root_of_the_second_moment(name):
             model, OptimizerConfig(name=name, warmup_steps=0, adam_eps=eps, weight_decay=0.0), total=2
         )
         before = model.bias.detach().clone()
-        # SOAP moves nothing at its first step
-        for step in range(1, 2 + (name == "soap")):
-            model.weight.grad, model.bias.grad = torch.ones(3, 1), torch.tensor([1.0, -2.0, 4.0])
-            optimizer.update(step, with_norm=False)
+        model.weight.grad, model.bias.grad = torch.ones(3, 1), torch.tensor([1.0, -2.0, 4.0])
+        optimizer.update(1, with_norm=False)
         moved[eps] = (model.bias.detach() - before) / 1e-3
     # at the first step m' / (sqrt(v') + eps) is g / (|g| + eps)
     torch.testing.assert_close(moved[1e-8], torch.tensor([-1.0, 1.0, -1.0]), rtol=1e-3, atol=0)
