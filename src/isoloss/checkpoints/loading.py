@@ -28,7 +28,6 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import logging
 
 from isoloss import files
-from isoloss.checkpoints import academic_bert
 from isoloss.checkpoints.places import (
     ACADEMIC,
     FROM_CACHE,
@@ -173,6 +172,8 @@ def load_model(
         document, stored = read_config(**place, trust_remote_code=trust_remote_code), stored_weights(**place)
         check_layers(name, document, stored)
         if ACADEMIC in document:
+            from isoloss.checkpoints import academic_bert
+
             paths = {w.path for w in stored.values()} or {checkpoint_file(source.where, PICKLE, source.revision)}
             state = {key: value for path in paths if path for key, value in _read_state(path).items()}
             vocabulary = checkpoint_file(source.where, "vocab.txt", source.revision) if words else None

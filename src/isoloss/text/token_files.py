@@ -77,14 +77,14 @@ def read_masked_ids(data: Path) -> tuple[Ids, Ids]:
     try:
         with h5py.File(data) as file:
             ids, mask, segments, positions, originals = (np.asarray(file[name], np.int64) for name in _OF_MASKED)
+        if segments.any():
+            raise ValueError("its pairs of sentences (segment_ids) are not read")
         rows, places = np.logical_and.accumulate(positions != 0, axis=1).nonzero()
         labels = np.full_like(ids, IGNORED)
         labels[rows, positions[rows, places]] = originals[rows, places]
         ids = np.where(mask > 0, ids, -1)
     except (OSError, KeyError, ValueError, IndexError) as error:
         raise IsolossError(f"{data} is not a readable HDF5 file of {', '.join(_OF_MASKED)}: {error}") from error
-    if segments.any():
-        raise IsolossError(f"{data} has pairs of sentences (segment_ids), which are not read: give a sentence a row")
     return ids, labels
 
 

@@ -209,7 +209,8 @@ class ExternalRun(Run):
         from isoloss.lab.evaluation import context as contexts
 
         external = self.external
-        words = () if external.language is None else external.language.build().vocabulary
+        language = external.language
+        words = () if language is None or language.is_finite else language.build().vocabulary
         loaded = load_model(external.folder(download=True), device=device, words=words)
         weights = self.weights(0)
         # other weights may have come under the same name; `weights` reads the record once the checkpoint is gone
@@ -225,10 +226,10 @@ class ExternalRun(Run):
                 },
             )
         info = contexts.ModelInfo.of(loaded)
-        if external.language is None:
+        if language is None:
             return contexts.data_context(Path(external.data), [info], external.inputs, shuffled=False)
         objective = external.inputs.objective(info.name, is_causal=info.outline.causal, default="one")
-        return contexts.language_context(external.language, objective, [info], external.inputs, shuffled=False)
+        return contexts.language_context(language, objective, [info], external.inputs, shuffled=False)
 
 
 def _digest(paths: list[Path]) -> str:
