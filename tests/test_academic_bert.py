@@ -10,9 +10,8 @@ import academic_models
 from academic_models import WORDS, make_config, random_weights, save
 from isoloss import evaluate, load_language, load_model
 from isoloss.errors import IsolossError
-from isoloss.lab.languages.exact import masked_sentences
+from isoloss.lab.languages.exact import all_sentences
 from isoloss.text.inputs import read_inputs
-from isoloss.text.masking import mask_at
 
 IDS = torch.tensor([[2, 7, 4, 9, 3, 0], [2, 11, 6, 4, 5, 3]])
 MASK = (IDS != 0).long()
@@ -123,13 +122,15 @@ def test_a_language_whose_words_it_knows(framed, tmp_path):
 
     settings = {"loss_sentences": "all", "num_sequences": 200}
     (loss, trace) = evaluate(folder, ["loss", "trace"], language=f"framed:{tmp_path / 'rules.txt'}", settings=settings)
-    masked, positions, probabilities = masked_sentences(language)
-    batch = mask_at(masked, torch.arange(masked.tokens.shape[1]) == positions[:, None], language)
-    scores = academic_models.logits(weights, config, ids[batch["input_ids"]], batch["attention_mask"])
-    rows = torch.arange(len(positions))
-    logs = scores[rows, positions].log_softmax(dim=-1)[:, ids]
-    by_hand = -(probabilities * logs[rows, masked.tokens[rows, positions]].double()).sum()
-    assert loss.estimates["loss"].value == pytest.approx(float(by_hand), abs=1e-5)
+    every, probabilities = all_sentences(language)
+    by_hand = 0.0
+    for position in (1, 2):  # of [CLS] a b [SEP]
+        originals = ids[every.tokens]
+        read = originals.clone()
+        read[:, position] = vocabulary.index("[MASK]")
+        logs = academic_models.logits(weights, config, read, torch.ones_like(read))[:, position].log_softmax(dim=-1)
+        by_hand -= 0.5 * float(probabilities @ logs.gather(1, originals[:, position, None])[:, 0].double())
+    assert loss.estimates["loss"].value == pytest.approx(by_hand, abs=1e-5)
     assert trace.estimates["trace"].value > 0
 
 
