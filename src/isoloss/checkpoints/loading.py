@@ -174,9 +174,9 @@ def load_model(
         if ACADEMIC in document:
             from isoloss.checkpoints import academic_bert
 
-            paths = {w.path for w in stored.values()} or {checkpoint_file(source.where, PICKLE, source.revision)}
+            paths: set[Path | None] = {w.path for w in stored.values()} or {checkpoint_file(file=PICKLE, **place)}
             state = {key: value for path in paths if path for key, value in _read_state(path).items()}
-            vocabulary = checkpoint_file(source.where, "vocab.txt", source.revision) if words else None
+            vocabulary = checkpoint_file(file="vocab.txt", **place) if words else None
             ids = {} if vocabulary is None else {w: n for n, w in enumerate(vocabulary.read_text().splitlines())}
             wanted = (*words, "[PAD]", "[MASK]") if ids else ()
             if unknown := set(wanted) - ids.keys():
