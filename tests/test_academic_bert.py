@@ -15,6 +15,7 @@ from isoloss.text.inputs import read_inputs
 
 IDS = torch.tensor([[2, 7, 4, 9, 3, 0], [2, 11, 6, 4, 5, 3]])
 MASK = (IDS != 0).long()
+TYPES = {"post-ln": "bert", "pre-ln": "roberta-prelayernorm"}
 
 
 @pytest.mark.parametrize("mode", ["pre-ln", "post-ln"])
@@ -24,7 +25,7 @@ def test_the_logits_are_those_of_the_definition(tmp_path, mode, is_fused):
     weights = random_weights(config)
     folder = save(tmp_path / "model", config, weights)
     loaded = load_model(folder, device="cpu")
-    assert loaded.kind == "masked"
+    assert (loaded.kind, loaded.model.config.model_type) == ("masked", TYPES[mode])
     with torch.no_grad():
         found = loaded.model(input_ids=IDS, attention_mask=MASK).logits
     expected = academic_models.logits(weights, config, IDS, MASK)

@@ -153,8 +153,8 @@ def test_a_command_makes_the_same_config(capsys, tmp_path, preset, name):
 def test_options_that_are_given_win_even_at_their_defaults(capsys, tmp_path):
     words = (
         "--preset authors --language pcfg-authors --frame none --learning-rate 1e-3 --schedule constant --steps 1000 "
-        "--masking one --masked-copies 0 --num-sentences 0 --batch-size 128 --architecture bert --warmup-proportion 0.1 "
-        "--adam-eps 1e-8"
+        "--masking one --masked-copies 0 --num-sentences 0 --batch-size 128 --architecture bert "
+        "--warmup-proportion 0.1 --adam-eps 1e-8"
     )
     plain = words.replace("--preset authors ", "") + " --weight-decay 0.01 --dropout 0.1 --no-compiled"
     config = of_command(capsys, tmp_path, *words.split())

@@ -45,6 +45,7 @@ def make_model(
             raise IsolossError(f"{name} has {field} {value!r} in its config.json; only {choices} can be read")
     is_post = document["encoder_ln_mode"] == "post-ln"
     shape = {**document, "layer_norm_eps": 1e-12, "architectures": None, "bos_token_id": None, "eos_token_id": None}
+    shape.pop("model_type", None)
     if first:
         shape["pad_token_id"] = len(first) - 2
     config: Any = (BertConfig if is_post else RobertaPreLayerNormConfig).from_dict(shape)
