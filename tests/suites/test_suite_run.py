@@ -1,5 +1,6 @@
 """A suite of tiny checkpoints from a hub's cache, measured offline: resumed, with empty cells, and by command."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -250,7 +251,9 @@ def test_the_command(here, made, monkeypatch, capfd):
     assert "lab-tiny-seed7-step1" in said
     assert "there is no checkpoint lab/tiny-seed7@step1" in " ".join(out.split())
     before = Path("suite/suite.parquet").read_bytes()
-    assert SuiteTable.read(Path("suite")).wide().drop_nulls().height == 6
+    table = SuiteTable.read(Path("suite"))
+    assert [each for each in table.problems() if "lab/tiny-seed7@step1" not in each] == []
+    assert table.wide().drop_nulls().height == 6
     page = Path("suite/index.html").read_text()
     assert "what predicts int4-rise?" in page
     assert "there is no checkpoint lab/tiny-seed7@step1" in page
@@ -260,6 +263,22 @@ def test_the_command(here, made, monkeypatch, capfd):
     assert "done in" not in said
     assert [each["measure"] for each in json.loads(out)["answers"]] == ["trace"]
     assert Path("suite/suite.parquet").read_bytes() == before
+
+
+def test_an_executor_that_ends_with_an_error_on_what_cannot_be_loaded_leaves_the_table(here, monkeypatch, capsys):
+    def carry_out(loop, options, *, any_unit=True):
+        for attempt in loop if any_unit else ():
+            loop.finish(attempt, main([*attempt.arguments]))
+        raise IsolossError("no unit was done")  # as of Slurm's workers
+
+    words = ("lab/tiny-seed0@step1", "none", "--data", str(here), "--measures", "trace", "--num-sequences", "12")
+    monkeypatch.setattr("isoloss.cli.suite.executor_of", lambda args: functools.partial(carry_out, any_unit=False))
+    assert main(["suite", *words, "--output", "out"]) == 2
+    assert not Path("out/suite.parquet").exists()
+    monkeypatch.setattr("isoloss.cli.suite.executor_of", lambda args: carry_out)
+    assert main(["suite", *words, "--output", "out"]) == 2
+    assert "no unit was done" in capsys.readouterr().err
+    assert SuiteTable.read(Path("out")).wide()["trace"].is_null().to_list() == [False, True]
 
 
 def test_the_mean_of_revisions_in_the_cache(here):

@@ -80,18 +80,22 @@ def series_of(names: Iterable[str]) -> dict[str, dict[int, str]]:
         >>> series_of(["a/checkpoint-20", "a/checkpoint-10", "b"])
         {'a': {10: 'a/checkpoint-10', 20: 'a/checkpoint-20'}, 'b': {0: 'b'}}
     """
-    found: dict[str, dict[int, str]] = {}
+    found: dict[tuple[str, bool], dict[int, str]] = {}
     names = list(names)
     for name in names:
         start = max(name.rfind("/"), name.rfind("@")) + 1
         *_, last = [None, *_IN_SERIES.finditer(name, start)]
         key, step = (name, 0) if last is None else (name[: last.start()].rstrip("/@-_") or "checkpoints", int(last[2]))
-        if step in found.setdefault(key, {}):
+        if step in found.setdefault((key, last is not None), {}):
             return {}  # the step is not all that tells them apart
-        found[key][step] = name
+        found[key, last is not None][step] = name
     if len(names) < 3 or len(found) == len(names):
         return {}
-    return {key: dict(sorted(series.items())) for key, series in found.items()}
+    return {
+        # a Trainer's last model, or the main branch on the hub, is no step 0 of its checkpoints
+        key if has_steps or (key, True) not in found else f"{key} itself": dict(sorted(series.items()))
+        for (key, has_steps), series in found.items()
+    }
 
 
 def _in_folder(folder: Path, say: Callable[[str], None]) -> list[str]:

@@ -22,7 +22,7 @@ from isoloss.checkpoints.places import check_checkpoint, expand_checkpoints
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError, printable, require_package
 from isoloss.registry import EXECUTORS, STUDIES
-from isoloss.runs import Run
+from isoloss.runs import Run, last_checkpoint
 from isoloss.statistics.estimate import number, rounded
 from isoloss.statistics.tables import short_names
 from isoloss.studies.run.attempt import EXPIRY_SECONDS
@@ -509,7 +509,7 @@ STUDY = Study(
 def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
     if not (hub_datasets.is_dataset(data) or data.exists()):
         raise IsolossError(f"there is no data {data}{files.nearest(data)}")
-    found = list(dict.fromkeys(expand_checkpoints(map(_last_of_run, checkpoints), common.note)))
+    found = list(dict.fromkeys(expand_checkpoints(map(last_checkpoint, checkpoints), common.note)))
     for checkpoint in found:
         check_checkpoint(checkpoint)
     called: dict[str, str] = {}
@@ -524,12 +524,6 @@ def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
         data=quoted(str(data)),
         checkpoints="\n".join(f"    {quoted(key)}: {quoted(value)}," for key, value in called.items()),
     )
-
-
-def _last_of_run(name: str) -> str:
-    """Return the last checkpoint of a run of isoloss; anything else as it is."""
-    run = Run(Path(name).expanduser())
-    return str(run.checkpoint(max(run.steps()))) if run.exists and run.steps() else name
 
 
 # --- units, how far along each is, and the time that is left ---------------------------------------------------------

@@ -199,6 +199,11 @@ def _run(folder: SuiteFolder, args: Any) -> int:
     except KeyboardInterrupt:
         common.note("stopped; the results so far are kept, and the same command resumes")
         return interrupts.status()
+    except IsolossError as error:
+        # a checkpoint that cannot be loaded ends the workers of Slurm without a unit done: the table has its reason
+        if not all((folder.path / "checkpoints" / unit.name / "problem.json").exists() for unit in loop.todo):
+            raise
+        common.note(str(error))
     return 0 if not loop.todo else 2
 
 

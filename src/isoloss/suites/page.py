@@ -370,7 +370,8 @@ class _Suite:
                 steps = list(itertools.pairwise(line))
                 moves = [after[1] - before[1] for before, after in steps]
                 halves = [Z95 * math.hypot(before[2], after[2]) for before, after in steps]
-                for i in find_jumps([(move - half, move + half) for move, half in zip(moves, halves, strict=True)]):
+                intervals = [(move - half, move + half) for move, half in zip(moves, halves, strict=True)]
+                for i in find_jumps(intervals, [after[0] - before[0] for before, after in steps]):
                     way = "rises" if moves[i] > 0 else "falls"
                     yield f"Jump: {column.name} {way} from {steps[i][0][3]} to {steps[i][1][3]}."
 
