@@ -475,7 +475,7 @@ MISSING = "bert.embeddings.LayerNorm.weight"
         (lambda folder: truncate(folder / "model.safetensors"), "the weights in .* are damaged"),
         (
             only_a_pickle,
-            r"only as a pickle \(pytorch_model.bin\), and loading a pickle can run any code; where you trust",
+            r"only as a pickle \(pytorch_model.bin\), and loading a pickle can run any code; read it with torch.load",
         ),
         (lambda folder: edit_config(folder, architectures=None), "names no architecture in its config.json"),
         (lambda folder: edit_config(folder, model_type="nobody"), "has the model type 'nobody', which this version of"),

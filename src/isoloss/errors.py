@@ -18,6 +18,7 @@ EXTRAS = {  # pyproject.toml's, by the modules that are imported from their pack
     **dict.fromkeys(("polars", "jinja2", "markupsafe", "vl_convert"), "study"),
     **dict.fromkeys(("datasets", "pandas"), "hub"),
     **dict.fromkeys(("pytorch_optimizer", "schedulefree"), "optimizers"),
+    "h5py": "hdf5",
     "lm_eval": "eval",
     "ray": "ray",
     "submitit": "slurm",

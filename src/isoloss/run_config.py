@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
@@ -74,6 +75,8 @@ class OptimizerConfig:
     """Added to the gradient by SGD, decoupled in all others; biases and layer norms have none."""
     betas: tuple[float, float] = setting((0.9, 0.98), minimum=0, below=1)
     """Decay rates of the first and second moments, in all optimizers that have them."""
+    adam_eps: float = setting(1e-8, above=0, omit_default=True)
+    """Added to the root of Adam's second moment, in all optimizers that have Adam's update."""
     momentum: float = setting(0.0, minimum=0, below=1)
     """Momentum of SGD, or of Muon, where 0 stands for its usual 0.95."""
     max_grad_norm: float | None = setting(None, above=0)
@@ -86,7 +89,6 @@ class OptimizerConfig:
         is_ours = any(self.name in optimizers for optimizers in OPTIMIZERS.builtin.values())
         if self.momentum and is_ours and self.name not in ("sgd", "muon"):
             raise IsolossError(f"momentum is {self.momentum}, but the optimizer is {self.name}: it needs sgd or muon")
-
         if self.schedule == "constant" and self.decay_steps is not None:
             raise IsolossError(
                 f"decay_steps is {self.decay_steps}, but the schedule is constant: choose linear, cosine or 1-sqrt"
@@ -110,6 +112,31 @@ class OptimizerConfig:
                 f"optimizer.decay_steps is {self.decay_steps}, which the {total} steps do not have after a warm-up of "
                 f"{self.num_warmup_steps(total)}: lower it"
             )
+
+
+def learning_rate(config: OptimizerConfig, step: int, *, total: int) -> float:
+    """Return the rate of step `step`, counted from 1, of a run of `total` steps.
+
+    A linear warm-up from 0 reaches the highest rate at its last step, or at step 1 where there is none. After that it
+    is constant (the paper, appendix A.5) or, with r the fraction of the way from there to step `total` + 1, the highest
+    rate times 1 - r (linear), (1 + cos(pi r)) / 2 (cosine) or 1 - sqrt(r) (1-sqrt; Hägele et al. 2024). With
+    `decay_steps`, the way begins so many steps before the last, and the rate is constant until then: WSD.
+
+    Example:
+        >>> from isoloss.run_config import OptimizerConfig, learning_rate
+        >>> config = OptimizerConfig(learning_rate=0.1, warmup_steps=4, schedule="linear")
+        >>> [round(learning_rate(config, step, total=8), 3) for step in range(1, 9)]
+        [0.025, 0.05, 0.075, 0.1, 0.08, 0.06, 0.04, 0.02]
+    """
+    warmup = config.num_warmup_steps(total)
+    if step < warmup:
+        return config.learning_rate * step / warmup
+    if config.schedule == "constant":
+        return config.learning_rate
+    begin = max(warmup, 1) if config.decay_steps is None else total - config.decay_steps
+    done = max(step - begin, 0) / (total + 1 - begin)
+    remaining = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "1-sqrt": 1 - math.sqrt(done)}
+    return config.learning_rate * remaining[config.schedule]
 
 
 @dataclass(frozen=True, kw_only=True)

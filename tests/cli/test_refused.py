@@ -325,7 +325,7 @@ LATE = {
         "root has 34: reader is a model of another language",
         "run --task spam --data mails.csv --text body --label kind --tokenizer reader": "knows 34 ids: the tokenizer "
         "belongs to another model",
-        "reader --task spam --data mails.csv": "name the column of the text with --text",
+        "reader --task spam --data mails.csv": "mails.csv has no column 'text'; it has body, kind",
         "reader --task spam --data mails.csv --text body --label kind --pair head": "has no column 'head'",
         "hmm --task state-2 --method finetune --num-train 3 --num-test 9 --warmup-steps 200": "lower it",
     },

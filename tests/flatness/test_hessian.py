@@ -10,6 +10,8 @@ from dense_curvature import batch_of, bert, dense
 from isoloss import seeds
 from isoloss.flatness import fisher_trace, hessian_trace
 from isoloss.flatness._ghost import controls
+from isoloss.lab.models.architectures import PRE_LAYER_NORM_BERT
+from isoloss.run_config import ModelConfig
 
 
 def named(model, *endings):
@@ -62,6 +64,9 @@ def test_the_published_code_is_as_published():
     assert sum(found.by_parameter.values()) == pytest.approx(found.value, rel=1e-10)
     assert found.details["parameters_left_out"] == ["cls.predictions.bias"]
     assert (found.samples, found.details["sequences"]) == (2, 7)
+    pre_ln = PRE_LAYER_NORM_BERT.new_model(ModelConfig(size="d16"), vocab_size=8, pad_id=0, max_length=4, seed=0)
+    found = hessian_trace(pre_ln.eval(), batches, method="published-code")
+    assert found.details["parameters_left_out"] == ["lm_head.bias"]
 
 
 def test_parameters_require_gradients_for_the_residual_only():

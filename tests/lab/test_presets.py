@@ -37,7 +37,7 @@ ONE = dataclasses.replace(MASKED, masking="one")
 PAPER = OptimizerConfig(
     name="adamw", learning_rate=1e-3, schedule="constant", warmup_steps=1000, weight_decay=0.01, betas=(0.9, 0.98)
 )
-AUTHORS = dataclasses.replace(PAPER, learning_rate=5e-4, schedule="linear", warmup_steps=3333)
+AUTHORS = dataclasses.replace(PAPER, learning_rate=5e-4, schedule="linear", warmup_steps=3333, adam_eps=1e-6)
 TEXT_PAPER = dataclasses.replace(PAPER, warmup_steps=5000)
 POST, PRE = (ModelConfig(architecture=name, dropout=0.1) for name in ("bert", "bert-pre-ln"))
 
@@ -84,12 +84,17 @@ def test_every_field_of_evaluations_and_transfer(name):
     assert inspect.signature(fisher.fisher_trace).parameters["method"].default == "ghost"
     assert fisher._PAPER_LABELS == 50  # labels that the method paper samples unless told
     probe = {"solver": "adamw", "learning_rate": 1e-3, "epochs": 100, "seeds": 5, "standardize": False}
-    assert preset.probe == LinearProbeConfig(**probe, pooling="concatenate", projection=None, layer=-1)
     assert preset.lookup == ClassifierConfig(**probe)
-    assert preset.finetuning == FinetuneConfig(
-        name="adamw", learning_rate=1e-4, warmup_steps=200, epochs=10, seeds=5, pooling="auto"
-    )
-    assert preset.num_train == 100_000
+    finetuning = {"name": "adamw", "learning_rate": 1e-4, "weight_decay": 0.01, "seeds": 5, "pooling": "auto"}
+    if name == "authors":  # the README's, whose polynomial schedule of power 1 is linear
+        of_readme = {"epochs": 50, "warmup_steps": 50, "schedule": "linear"}
+        assert preset.probe == LinearProbeConfig(**{**probe, **of_readme}, batch_size=512)
+        assert preset.finetuning == FinetuneConfig(**finetuning, **of_readme, batch_size=128)
+        assert preset.num_train == 10_000
+    else:
+        assert preset.probe == LinearProbeConfig(**probe, pooling="concatenate", projection=None, layer=-1)
+        assert preset.finetuning == FinetuneConfig(**finetuning, epochs=10, warmup_steps=200)
+        assert preset.num_train == 100_000
     wanted = {"paper": ("prefix-32", "prefix-16", "prefix-8"), "authors": ("root", "prefix-4", "prefix-2")}
     assert preset.tasks == dict(zip("ABC", wanted[name], strict=True))
 
@@ -148,7 +153,8 @@ def test_a_command_makes_the_same_config(capsys, tmp_path, preset, name):
 def test_options_that_are_given_win_even_at_their_defaults(capsys, tmp_path):
     words = (
         "--preset authors --language pcfg-authors --frame none --learning-rate 1e-3 --schedule constant --steps 1000 "
-        "--masking one --masked-copies 0 --num-sentences 0 --batch-size 128 --architecture bert --warmup-proportion 0.1"
+        "--masking one --masked-copies 0 --num-sentences 0 --batch-size 128 --architecture bert "
+        "--warmup-proportion 0.1 --adam-eps 1e-8"
     )
     plain = words.replace("--preset authors ", "") + " --weight-decay 0.01 --dropout 0.1 --no-compiled"
     config = of_command(capsys, tmp_path, *words.split())

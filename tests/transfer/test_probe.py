@@ -48,6 +48,8 @@ def reference_predictions(
     batch_size: int,
     weight_decay: float,
     standardize: bool,
+    schedule: str = "constant",
+    warmup_steps: int = 0,
 ) -> torch.Tensor:
     """Return the logits of one seed's probe, trained alone by torch's Linear, cross-entropy, autograd and AdamW."""
     if standardize:
@@ -62,18 +64,35 @@ def reference_predictions(
         linear.weight.copy_(initial[:, :-1])
         linear.bias.copy_(initial[:, -1])
     optimizer = torch.optim.AdamW(linear.parameters(), lr=1e-3, weight_decay=weight_decay)
+    total = epochs * math.ceil(len(train_x) / batch_size)
+    step = 0
     for _ in range(epochs):
         for rows in torch.randperm(len(train_x), generator=g).split(batch_size):
             optimizer.zero_grad()
             F.cross_entropy(linear(train_x[rows]), train_y[rows]).backward()
+            step += 1
+            rate = 1e-3 * min(1.0, step / max(1, warmup_steps))
+            if schedule == "linear" and step > warmup_steps:
+                rate = 1e-3 * (total + 1 - step) / (total + 1 - warmup_steps)
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
     return linear(test_x).detach()
 
 
-@pytest.mark.parametrize(("weight_decay", "standardize"), [(0.01, False), (3.0, False), (0.01, True)])
-def test_all_seeds_at_once_are_the_seeds_one_by_one(weight_decay: float, standardize: bool) -> None:
+@pytest.mark.parametrize(
+    ("weight_decay", "standardize", "schedule"),
+    [
+        (0.01, False, {}),
+        (3.0, False, {}),
+        (0.01, True, {}),
+        (0.01, False, {"schedule": "linear", "warmup_steps": 9}),
+    ],
+)
+def test_all_seeds_at_once_are_the_seeds_one_by_one(
+    weight_decay: float, standardize: bool, schedule: dict[str, object]
+) -> None:
     train_x, train_y, test_x, test_y = split(301, 500, spread=6.0)
-    settings = {"epochs": 7, "batch_size": 64, "weight_decay": weight_decay, "standardize": standardize}
+    settings = {"epochs": 7, "batch_size": 64, "weight_decay": weight_decay, "standardize": standardize, **schedule}
     result = fit_linear_probe(train_x, train_y, test_x, test_y, classes=4, seeds=3, **settings)
     for index in range(3):
         logits = reference_predictions(train_x, train_y, test_x, num_classes=4, index=index, **settings)

@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,7 +29,9 @@ from transformers.utils import logging
 
 from isoloss import files
 from isoloss.checkpoints.places import (
+    ACADEMIC,
     FROM_CACHE,
+    PICKLE,
     check_folder,
     check_weights,
     check_weights_file,
@@ -44,6 +46,7 @@ from isoloss.checkpoints.stored import (
     check_archive,
     check_layers,
     check_types,
+    checkpoint_file,
     header,
     read_config,
     stored_weights,
@@ -103,6 +106,7 @@ def load_model(
     trust_remote_code: bool = False,
     ignore_unexpected_weights: bool = False,
     module: str | None = None,
+    words: Sequence[str] = (),
 ) -> LoadedModel:
     """Load a checkpoint that has a language-modeling head.
 
@@ -121,6 +125,8 @@ def load_model(
         module: `FILE.py:NAME`: the file is run, and its function NAME, called without arguments, returns an `nn.Module`
             that predicts next tokens. `checkpoint` is then a file with its weights: safetensors, or what `torch.save`
             wrote of a state dict, as it is or below `model` or `state_dict`. Nothing in that file runs.
+        words: Of a checkpoint of Academic Budget BERT with a vocab.txt: the tokens that get the ids 0, 1, ...; padding
+            and mask follow, then all other tokens. Another checkpoint keeps its ids.
 
     Returns:
         A `LoadedModel`: `model` in evaluation mode, with every weight from the checkpoint, its `kind`, `name` and
@@ -165,6 +171,20 @@ def load_model(
             )
         document, stored = read_config(**place, trust_remote_code=trust_remote_code), stored_weights(**place)
         check_layers(name, document, stored)
+        if ACADEMIC in document:
+            from isoloss.checkpoints import academic_bert
+
+            paths: set[Path | None] = {w.path for w in stored.values()} or {checkpoint_file(file=PICKLE, **place)}
+            state = {key: value for path in paths if path for key, value in _read_state(path).items()}
+            vocabulary = checkpoint_file(file="vocab.txt", **place) if words else None
+            ids = {} if vocabulary is None else {w: n for n, w in enumerate(vocabulary.read_text().splitlines())}
+            wanted = (*words, "[PAD]", "[MASK]") if ids else ()
+            if unknown := set(wanted) - ids.keys():
+                raise IsolossError(f"{vocabulary} lacks words of the language: {_some(unknown)}")
+            first = [ids[word] for word in wanted]
+            how = {"dtype": dtype or torch.float32, "attn_implementation": None if attention == "auto" else attention}
+            model = academic_bert.make_model(name, document, state, first, **how).to(target).eval()
+            return LoadedModel(model=model, kind="masked", name=name, architecture=type(model).__name__)
         options = {"trust_remote_code": trust_remote_code, "revision": source.revision}
         config = AutoConfig.from_pretrained(source.where, **options)
         for part in (config, config.get_text_config()):

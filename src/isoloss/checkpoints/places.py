@@ -18,6 +18,7 @@ _IN_SERIES = re.compile(r"(checkpoint|step|epoch)[-_]?(\d+)")  # the checkpoints
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 TRAINER = "trainer.json"  # in a checkpoint of isoloss: where training stood, and the SHA-256 of the other files
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ACADEMIC, PICKLE = "encoder_ln_mode", "pytorch_model.bin"  # a field of Academic Budget BERT's config; its weights
 WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 HUB_UNREACHABLE = "the Hugging Face hub does not answer"
@@ -312,7 +313,8 @@ def check_folder(folder: Path) -> None:
     if not (folder / CONFIG).is_file():
         instead = _instead(folder)
         raise IsolossError(f"{folder} is not a checkpoint: it has no config.json{instead and f'; {instead}'}")
-    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+    named = (WEIGHTS, INDEX, *[PICKLE] * (ACADEMIC in (folder / CONFIG).read_text(errors="replace")))
+    if not any((folder / name).is_file() for name in named):
         raise IsolossError(f"{folder} has no weights: {_instead(folder) or 'there is no model.safetensors in it'}")
 
 
@@ -351,8 +353,8 @@ def _instead(folder: Path) -> str:
         return f"there is no {WEIGHTS} in it, but {', '.join(safetensors)}"
     if pickles:
         return (
-            f"they are there only as a pickle ({', '.join(pickles)}), and loading a pickle can run any code; where you "
-            f"trust it, convert it with transformers: from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+            f"they are there only as a pickle ({', '.join(pickles)}), and loading a pickle can run any code; read it "
+            f"with torch.load and weights_only=True, and write its tensors by safetensors.torch.save_file as {WEIGHTS}"
         )
     return ""
 

@@ -67,7 +67,7 @@ class TextOptions:
     test_data: str | None = None
     """The same for the test examples; default: another split of --data or, of a single file, one example in five."""
     text: str | None = None
-    """Column of the text."""
+    """Column of the text; default: that of the task, or text."""
     pair: str | None = None
     """Column of the second text, where an example is two."""
     label: str | None = None
@@ -100,8 +100,8 @@ class Args:
     method: Literal["probe", "lookup", "finetune"] = "probe"
     """A probe on the model's token states, one on the true conditionals, or training all weights."""
     preset: str | None = None
-    """Settings of the paper (paper or authors), for what no option gives: its probe or fine-tuning, 100,000 training
-    sentences, and what its tasks A, B and C stand for."""
+    """Settings of the paper (paper or authors), for what no option gives: its probe or fine-tuning, its number of
+    training sentences, and what its tasks A, B and C stand for."""
     num_train: int | None = setting(None, minimum=1)
     """Training examples; default: 4096 sentences of a language, all of a text."""
     num_test: int | None = setting(None, minimum=1)
@@ -371,9 +371,7 @@ def _language(args: Args, models: list[Subject]) -> Any:
 def _source(args: Args, registered: TextTask | None) -> TextTask:
     """Return where the examples are: a registered task with what the command line changes, or one of its own."""
     given = args.labeled_text
-    if registered is None and given.text is None:
-        raise IsolossError(f"task {args.task} is your own: name the column of the text with --text")
-    base = registered or TextTask(name=args.task, train=str(given.data), text=str(given.text))
+    base = registered or TextTask(name=args.task, train=str(given.data), text="text")
     return dataclasses.replace(
         base,
         test=given.test_data,

@@ -48,7 +48,7 @@ def hessian_trace(
 
     `method="published-code"` is what the paper's published code does, which is not its appendix B.1: Gaussian z,
     z^T H z of the whole Hessian of a batch's mean loss, one probe per batch, the mean over batches. Like that code it
-    leaves out poolers and `cls.predictions.bias`. Its error is the error of a mean over batches.
+    leaves out poolers and the decoder's bias. Its error is the error of a mean over batches.
 
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
@@ -145,7 +145,7 @@ class _PublishedCode(Estimator):
         super().__init__(model, **options)
         every = self.parameters
         self.parameters = {
-            name: value for name, value in every.items() if "pooler" not in name and name != "cls.predictions.bias"
+            n: p for n, p in every.items() if "pooler" not in n and n not in ("cls.predictions.bias", "lm_head.bias")
         }
         self._left_out = [name for name in every if name not in self.parameters]
 

@@ -58,12 +58,9 @@ class Preset:
             "probe_standardize": False,
         }
     )
-    probe: LinearProbeConfig = field(
-        default=LinearProbeConfig(epochs=100, learning_rate=1e-3, standardize=False, seeds=5)
-    )
-    lookup: ClassifierConfig = field(
-        default=ClassifierConfig(epochs=100, learning_rate=1e-3, standardize=False, seeds=5)
-    )
+    # AdamW at 1e-3, 100 epochs and 5 seeds are these configs' defaults
+    probe: LinearProbeConfig = field(default=LinearProbeConfig(standardize=False))
+    lookup: ClassifierConfig = field(default=ClassifierConfig(standardize=False))
     finetuning: FinetuneConfig = field(default=FinetuneConfig(learning_rate=1e-4, warmup_steps=200, epochs=10, seeds=5))
     num_train: int = 100_000  # training examples of a task of a synthetic language
     tasks: Mapping[str, str]  # what the paper's names of tasks stand for
@@ -91,14 +88,16 @@ PRESETS: dict[str, Preset] = {
         description="the authors' published command's: pre-layer-norm BERT, a rate of 5e-4 that falls to 0 in 25,000 "
         "steps, five fixed masks of 15 %, [CLS] and [SEP]",
         architecture="bert-pre-ln",
-        optimizer=OptimizerConfig(
-            learning_rate=5e-4, schedule="linear", warmup_steps=3333, weight_decay=0.01, betas=(0.9, 0.98)
-        ),
+        optimizer=OptimizerConfig(learning_rate=5e-4, schedule="linear", warmup_steps=3333, adam_eps=1e-6),
         text_warmup_steps=3333,
         steps=25_000,
         objective=_MASKED,
         masked_copies=5,
         is_framed=True,
+        # the README's: its schedule, polynomial, has the power 1
+        probe=LinearProbeConfig(epochs=50, batch_size=512, schedule="linear", warmup_steps=50, standardize=False),
+        finetuning=FinetuneConfig(warmup_steps=50, epochs=50, batch_size=128),
+        num_train=10_000,
         tasks={"A": "root", "B": "prefix-4", "C": "prefix-2"},
     ),
 }

@@ -19,7 +19,7 @@ from isoloss.seeds import generator
 from isoloss.text import documents, hub_datasets, tokenizers
 from isoloss.text.masking import IGNORED, Batch, Sentences, SpecialIds, mask
 from isoloss.text.packing import boundary_token_ids, pack
-from isoloss.text.token_files import SUFFIXES, Ids, read_token_ids
+from isoloss.text.token_files import MASKED, SUFFIXES, Ids, read_masked_ids, read_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -156,6 +156,7 @@ def read_inputs(
 
     - Token ids, `.npy` or `.bin` (see `isoloss.text.token_files.read_token_ids`), in rows or cut into rows of `length`.
       Negative ids are padding; they stand at a row's end.
+    - Masked ids and their labels, `.hdf5` (see `read_masked_ids`), as they are: `masking` and `mask_id` have no effect.
     - Text (see `isoloss.text.documents.read_documents`): tokenized, put end to end and cut into rows of `length`.
       For a masked model each row is [CLS], length - 2 tokens, [SEP], where the tokenizer has these two; for a causal
       model each document has the special tokens that the tokenizer itself adds, such as a first bos.
@@ -190,14 +191,18 @@ def read_inputs(
     hub_datasets.check_data(data)
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length or _LENGTH)
-    is_text = holds_text(data)
+    is_text, is_masked, labels = holds_text(data), data.suffix.lower() in MASKED, None
+    if is_masked and kind == "causal":
+        raise IsolossError(f"{data} holds masked token ids, and {checkpoint} predicts next tokens: give text or .npy")
     if not is_text and (column or split):
         raise IsolossError(f"{data} holds token ids, which have no column and no split: leave them out")
     # of token ids, only masking wants a tokenizer: to know which ids are special
-    its_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked")
+    its_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked" and not is_masked)
     if is_text:
         assert its_tokenizer is not None
         rows, sizes, origins, unknown = _from_text(data, its_tokenizer, kind, length, column, split)
+    elif is_masked:
+        (rows, labels), sizes, origins, unknown = read_masked_ids(data), None, None, ""
     else:
         rows, sizes, origins, unknown = read_token_ids(data, length), None, None, ""
     _check_rows(rows, data, text_config, max_length, checkpoint)
@@ -215,14 +220,15 @@ def read_inputs(
         rows_taken = np.sort(chosen.numpy())
         rows, origins = rows[rows_taken], None if origins is None else origins[rows_taken]
         sizes = None if sizes is None else sizes[rows_taken]
+        labels = None if labels is None else labels[rows_taken]
     of_config = getattr(text_config, "pad_token_id", None)
     pads = (None if its_tokenizer is None else its_tokenizer.pad_token_id, of_config, 0)
     # of one token, a causal model predicts nothing
     sentences = _sentences(rows, data, next(int(i) for i in pads if i is not None), least=2 if kind == "causal" else 1)
-    if kind == "causal":
+    if is_masked or kind == "causal":
         present = sentences.present()
-        labels = sentences.tokens.masked_fill(~present, IGNORED)
-        whole = {"input_ids": sentences.tokens, "attention_mask": present.long(), "labels": labels}
+        targets = sentences.tokens.masked_fill(~present, IGNORED) if labels is None else torch.from_numpy(labels)
+        whole = {"input_ids": sentences.tokens, "attention_mask": present.long(), "labels": targets}
     else:
         special = _special_ids(its_tokenizer, mask_id, text_config.vocab_size, checkpoint)
         whole = mask(sentences, special, masking or ObjectiveConfig(), generator=generator(seed, "masks"))

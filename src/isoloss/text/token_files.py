@@ -1,4 +1,4 @@
-"""Token ids in files: NumPy's `.npy`, and the `.bin` files of nanoGPT, llm.c, lit-gpt and Megatron-LM.
+"""Token ids in files: `.npy`, the `.bin` of nanoGPT, llm.c, lit-gpt and Megatron-LM, masked ones in `.hdf5`.
 
 Shapes: n sequences, T tokens in each.
 """
@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, naming_extras
+from isoloss.text.masking import IGNORED
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
-SUFFIXES = (".npy", ".bin")
+MASKED = (".hdf5", ".h5")
+SUFFIXES = (".npy", ".bin", *MASKED)
+_OF_MASKED = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids")
 
 # llm.c: 256 int32, of which the first three are a magic number, a version and the number of tokens
 _LLMC_HEADER = 1024  # bytes
@@ -61,6 +64,28 @@ def read_token_ids(data: Path, length: int) -> Ids:
         raise IsolossError(f"{data} holds {rows.max()}, which is not a token id")
     ids: Ids = rows.astype(np.int64)
     return ids
+
+
+@naming_extras()
+def read_masked_ids(data: Path) -> tuple[Ids, Ids]:
+    """Return the masked sequences in an HDF5 file of Academic Budget BERT, and their labels, (n, T) each.
+
+    In the file, a position of 0 ends the masked positions of a row. Negative ids are padding.
+    """
+    import h5py
+
+    try:
+        with h5py.File(data) as file:
+            ids, mask, segments, positions, originals = (np.asarray(file[name], np.int64) for name in _OF_MASKED)
+        if segments.any():
+            raise ValueError("its pairs of sentences (segment_ids) are not read")
+        rows, places = np.logical_and.accumulate(positions != 0, axis=1).nonzero()
+        labels = np.full_like(ids, IGNORED)
+        labels[rows, positions[rows, places]] = originals[rows, places]
+        ids = np.where(mask > 0, ids, -1)
+    except (OSError, KeyError, ValueError, IndexError) as error:
+        raise IsolossError(f"{data} is not a readable HDF5 file of {', '.join(_OF_MASKED)}: {error}") from error
+    return ids, labels
 
 
 def _read_bin(path: Path) -> _Array:

@@ -31,6 +31,10 @@ class ClassifierConfig:
     """Examples in a step; the last step of an epoch takes what is left."""
     learning_rate: float = setting(1e-3, above=0, below=math.inf)
     """AdamW's learning rate."""
+    schedule: Literal["constant", "linear"] = setting("constant", omit_default=True)
+    """Of AdamW's learning rate after its warm-up: constant, or linear, to 0."""
+    warmup_steps: int = setting(0, minimum=0, omit_default=True)
+    """Steps in which AdamW's learning rate rises from 0."""
     weight_decay: float = setting(0.01, minimum=0, below=math.inf)
     """AdamW's weight decay."""
     regularization: tuple[float, ...] = setting((1e-3,), above=0, below=math.inf)
@@ -54,7 +58,7 @@ class ClassifierConfig:
         Raises:
             IsolossError: There is one, or there is no regularization strength.
         """
-        unused = ("epochs", "batch_size", "learning_rate", "weight_decay")
+        unused = ("epochs", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay")
         for name in unused if self.solver == "convex" else ("regularization",):
             if getattr(self, name) != getattr(ClassifierConfig, name):
                 raise IsolossError(f"{name} has no effect with the solver {self.solver}: leave it out")

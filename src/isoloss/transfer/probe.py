@@ -18,6 +18,7 @@ import torch
 from isoloss import seeds
 from isoloss.config import replaced
 from isoloss.errors import IsolossError, require
+from isoloss.run_config import OptimizerConfig, learning_rate
 from isoloss.statistics.estimate import Estimate
 from isoloss.transfer import logistic_regression
 from isoloss.transfer.config import ClassifierConfig, LinearProbeConfig
@@ -352,11 +353,16 @@ def _fit_adamw(
     weight, bias = initial[:, :, :-1].contiguous(), initial[:, None, :, -1].contiguous()
     # AdamW goes by elements, so that one optimizer of all seeds is one of each: S times fewer calls
     optimizer = torch.optim.AdamW([weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay)
+    fields = ("learning_rate", "schedule", "warmup_steps")
+    schedule = OptimizerConfig(**{field: getattr(config, field) for field in fields})
+    step, total = 0, config.epochs * math.ceil(len(y) / config.batch_size)
     for _ in range(config.epochs):
         orders = torch.stack([torch.randperm(len(y), generator=g) for g in generators]).to(y.device)
         for start in range(0, len(y), config.batch_size):
             rows = orders[:, start : start + config.batch_size]
             weight.grad, bias.grad = _gradients(weight, bias, read(rows), y[rows])
+            step += 1
+            optimizer.param_groups[0]["lr"] = learning_rate(schedule, step, total=total)
             optimizer.step()
     return weight, bias
 

@@ -3,11 +3,12 @@
 import math
 
 import pytest
+import torch
 
 from isoloss import config as configs
 from isoloss.errors import IsolossError
-from isoloss.lab.training.optimizers import learning_rate
-from isoloss.run_config import OptimizerConfig
+from isoloss.lab.training.optimizers import Optimizer
+from isoloss.run_config import OptimizerConfig, learning_rate
 
 
 def rates(steps, total, **settings):
@@ -63,6 +64,28 @@ def test_all_steps_after_the_warm_up_may_decay_by_the_square_root():
     assert rates(range(2, 8), 6, warmup_steps=2, schedule="1-sqrt") == pytest.approx(
         [1 - (k / 5) ** 0.5 for k in range(6)]
     )
+
+
+@pytest.mark.parametrize("name", ["adamw", "lawa", "muon", "schedule-free"])
+def test_adam_eps_is_added_to_the_root_of_the_second_moment(name):
+    moved = {}
+    for eps in (1e-8, 3.0):
+        model = torch.nn.Linear(1, 3, bias=True)
+        optimizer = Optimizer(
+            model, OptimizerConfig(name=name, warmup_steps=0, adam_eps=eps, weight_decay=0.0), total=2
+        )
+        before = model.bias.detach().clone()
+        model.weight.grad, model.bias.grad = torch.ones(3, 1), torch.tensor([1.0, -2.0, 4.0])
+        optimizer.update(1, with_norm=False)
+        moved[eps] = (model.bias.detach() - before) / 1e-3
+    # at the first step m' / (sqrt(v') + eps) is g / (|g| + eps)
+    torch.testing.assert_close(moved[1e-8], torch.tensor([-1.0, 1.0, -1.0]), rtol=1e-3, atol=0)
+    torch.testing.assert_close(moved[3.0], torch.tensor([-1 / 4, 2 / 5, -4 / 7]), rtol=1e-3, atol=0)
+
+
+def test_the_fingerprint_of_the_usual_eps_is_that_without_the_setting():
+    assert "adam_eps" not in configs.identity(OptimizerConfig())
+    assert configs.identity(OptimizerConfig(adam_eps=1e-6))["adam_eps"] == 1e-6
 
 
 def test_settings_that_contradict_each_other_are_refused():

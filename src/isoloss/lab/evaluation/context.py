@@ -355,7 +355,8 @@ def _check_fits(model: ModelInfo, language: Language, inputs: Inputs) -> None:
         raise IsolossError(
             f"{model.name} knows {text.vocab_size} ids, and a model of the language {language.model_vocab_size}"
         )
-    if language.tokenizer is None and text.vocab_size > language.model_vocab_size:
+    is_renumbered = getattr(text, "pad_token_id", None) == language.pad_id
+    if language.tokenizer is None and text.vocab_size > language.model_vocab_size and not is_renumbered:
         warn(
             f"{model.name} knows {text.vocab_size:,} ids, and a model of the language {language.model_vocab_size:,}: "
             "the numbers mean nothing unless it was trained on this language"

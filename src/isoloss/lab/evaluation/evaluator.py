@@ -180,6 +180,7 @@ def evaluate(
         module=module,
         trust_remote_code=trust_remote_code,
         ignore_unexpected_weights=ignore_unexpected_weights,
+        words=() if data is not None or language.is_finite else language.build().vocabulary,
     )
     infos = checkpoints.infos
     # a measurement that may stop early takes its inputs in random order, or it would be of the start of the data

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from isoloss import config as configs
 from isoloss import files
-from isoloss.checkpoints.places import check_checkpoint
+from isoloss.checkpoints.places import PICKLE, check_checkpoint
 from isoloss.config import LanguageConfig, setting
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.input_config import InputConfig
@@ -197,6 +197,7 @@ class ExternalRun(Run):
             return weights
         folder = self.checkpoint(step)
         shards = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
+        shards = shards or sorted(folder.glob(PICKLE))
         if not shards:
             raise IsolossError(f"{folder} has no weights: there is no model.safetensors in it")
         # of a single file its own, as of a run's checkpoint
@@ -208,7 +209,9 @@ class ExternalRun(Run):
         from isoloss.lab.evaluation import context as contexts
 
         external = self.external
-        loaded = load_model(external.folder(download=True), device=device)
+        language = external.language
+        words = () if language is None or language.is_finite else language.build().vocabulary
+        loaded = load_model(external.folder(download=True), device=device, words=words)
         weights = self.weights(0)
         # other weights may have come under the same name; `weights` reads the record once the checkpoint is gone
         if not self.complete or self.result()["weights"] != weights:
@@ -223,10 +226,10 @@ class ExternalRun(Run):
                 },
             )
         info = contexts.ModelInfo.of(loaded)
-        if external.language is None:
+        if language is None:
             return contexts.data_context(Path(external.data), [info], external.inputs, shuffled=False)
         objective = external.inputs.objective(info.name, is_causal=info.outline.causal, default="one")
-        return contexts.language_context(external.language, objective, [info], external.inputs, shuffled=False)
+        return contexts.language_context(language, objective, [info], external.inputs, shuffled=False)
 
 
 def _digest(paths: list[Path]) -> str:

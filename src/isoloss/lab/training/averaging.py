@@ -102,7 +102,9 @@ def _weights(folder: Path) -> dict[str, StoredWeight]:
     if adapter_config(str(folder)) is not None:
         raise IsolossError(f"{folder} is an adapter; only whole models can be averaged")
     try:
-        return stored_weights(str(folder))
+        if stored := stored_weights(str(folder)):
+            return stored
+        raise IsolossError(f"{folder} has no weights in safetensors, and no others can be averaged")
     except SafetensorError as error:
         raise IsolossError(f"the weights in {folder} are damaged: {error}") from error
 

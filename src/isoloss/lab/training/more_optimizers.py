@@ -16,7 +16,7 @@ def soap(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 
     The first step only prepares the eigenbases: weights do not move. Biases and norms are updated by Adam.
     """
-    return SOAP(groups, lr=config.learning_rate, betas=config.betas)
+    return SOAP(groups, lr=config.learning_rate, betas=config.betas, eps=config.adam_eps)
 
 
 def shampoo(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -48,5 +48,7 @@ def schedule_free(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimi
             f"optimizer.schedule is {config.schedule!r}, and schedule-free averages weights instead of lowering the "
             "rate: choose 'constant'"
         )
-    made: torch.optim.Optimizer = schedulefree.AdamWScheduleFree(groups, lr=config.learning_rate, betas=config.betas)
+    made: torch.optim.Optimizer = schedulefree.AdamWScheduleFree(
+        groups, lr=config.learning_rate, betas=config.betas, eps=config.adam_eps
+    )
     return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,36 +14,10 @@ from transformers import PreTrainedModel
 from isoloss.errors import IsolossError
 from isoloss.lab.training import distributed
 from isoloss.registry import OPTIMIZERS
-from isoloss.run_config import ELEMENTWISE, OptimizerConfig
+from isoloss.run_config import ELEMENTWISE, OptimizerConfig, learning_rate
 
 if TYPE_CHECKING:
     from isoloss.lab.models.compiled_bert import CompiledLoss
-
-
-def learning_rate(config: OptimizerConfig, step: int, *, total: int) -> float:
-    """Return the rate of step `step`, counted from 1, of a run of `total` steps.
-
-    A linear warm-up from 0 reaches the highest rate at its last step, or at step 1 where there is none. After that it
-    is constant (the paper, appendix A.5) or, with r the fraction of the way from there to step `total` + 1, the highest
-    rate times 1 - r (linear), (1 + cos(pi r)) / 2 (cosine) or 1 - sqrt(r) (1-sqrt; Hägele et al. 2024). With
-    `decay_steps`, the way begins so many steps before the last, and the rate is constant until then: WSD.
-
-    Example:
-        >>> from isoloss.lab.training.optimizers import learning_rate
-        >>> from isoloss.run_config import OptimizerConfig
-        >>> config = OptimizerConfig(learning_rate=0.1, warmup_steps=4, schedule="linear")
-        >>> [round(learning_rate(config, step, total=8), 3) for step in range(1, 9)]
-        [0.025, 0.05, 0.075, 0.1, 0.08, 0.06, 0.04, 0.02]
-    """
-    warmup = config.num_warmup_steps(total)
-    if step < warmup:
-        return config.learning_rate * step / warmup
-    if config.schedule == "constant":
-        return config.learning_rate
-    begin = max(warmup, 1) if config.decay_steps is None else total - config.decay_steps
-    done = max(step - begin, 0) / (total + 1 - begin)
-    remaining = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "1-sqrt": 1 - math.sqrt(done)}
-    return config.learning_rate * remaining[config.schedule]
 
 
 Groups = list[dict[str, Any]]  # of parameters: see `Optimizer`
@@ -53,9 +26,9 @@ Groups = list[dict[str, Any]]  # of parameters: see `Optimizer`
 def adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return AdamW, with m' = m / (1 - b1^t), v' = v / (1 - b2^t), the learning rate eta and the weight decay w.
 
-    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, theta <- (1 - eta w) theta - eta m' / (sqrt(v') + 1e-8).
+    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, theta <- (1 - eta w) theta - eta m' / (sqrt(v') + adam_eps).
     """
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.adam_eps, fused=True)
 
 
 def sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -114,7 +87,7 @@ def lawa(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     The mean is what is saved and measured, so that a run can stop where it has reached a target. To average
     checkpoints after training, there is `isoloss average`.
     """
-    return _AveragedAdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+    return _AveragedAdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.adam_eps, fused=True)
 
 
 _SETTINGS = "settings"  # of an optimizer's state: what is not in tensors

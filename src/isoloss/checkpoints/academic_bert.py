@@ -1,0 +1,70 @@
+"""Checkpoints of Academic Budget BERT (Izsak et al. 2021), the code that the paper trains with.
+
+Such a model is a BERT or, pre-layer-norm, a RoBERTa-PreLayerNorm. Names differ, and the decoder has no bias.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
+
+from isoloss.errors import IsolossError
+
+_FIELDS = {  # of its config.json: the values that can be read
+    "encoder_ln_mode": ("post-ln", "pre-ln"),
+    "layer_norm_type": ("apex", "pytorch"),
+    "useLN": (True,),
+    "sparse_mask_prediction": (True,),
+    "hidden_act": ("gelu",),
+}
+_TOKENS, _POSITIONS = (f"bert.embeddings.{which}_embeddings.weight" for which in ("word", "position"))
+_BIAS, _DECODER = "cls.predictions.bias", "cls.predictions.decoder."
+_DENSE, _FIRST, _SECOND = r"\.dense_act\.(dense\.)?", r"\.PreAttentionLayerNorm\.", r"\.PostAttentionLayerNorm\."
+_POST = {_DENSE: ".dense.", _FIRST: ".attention.output.LayerNorm.", _SECOND: ".output.LayerNorm."}
+_PRE = {
+    **{_DENSE: ".dense.", _FIRST: ".attention.LayerNorm.", _SECOND: ".intermediate.LayerNorm."},
+    **{r"\.encoder\.FinalLayerNorm\.": ".LayerNorm.", r"^bert\.": "roberta_prelayernorm."},
+    **{r"^cls\.predictions\.(transform\.)?": "lm_head.", r"^lm_head\.LayerNorm\.": "lm_head.layer_norm."},
+}
+
+
+def make_model(
+    name: str, document: Mapping[str, Any], state: Mapping[str, Any], first: Sequence[int], **kind: Any
+) -> Any:
+    """Return the model of a config.json and of weights by name, with the type and attention kernel of `kind`.
+
+    The ids in `first` become 0, 1, ..., the padding's and the mask's at the end; all others come after them.
+    """
+    for field, choices in _FIELDS.items():
+        if (value := document.get(field, choices[0])) not in choices:
+            raise IsolossError(f"{name} has {field} {value!r} in its config.json; only {choices} can be read")
+    is_post = document["encoder_ln_mode"] == "post-ln"
+    shape = {**document, "layer_norm_eps": 1e-12, "architectures": None, "bos_token_id": None, "eos_token_id": None}
+    shape.pop("model_type", None)
+    if first:
+        shape["pad_token_id"] = len(first) - 2
+    config: Any = (BertConfig if is_post else RobertaPreLayerNormConfig).from_dict(shape)
+    # two parts are of no use to the prediction of masked tokens, and a third to post-layer-norm blocks
+    unused = r"\.pooler\.|^cls\.seq_relationship\." + r"|\.FinalLayerNorm\." * is_post
+    weights = {key: value for key, value in state.items() if not re.search(unused, key)}
+    # it is stored, and never added where only masked tokens are predicted
+    weights |= {key: torch.zeros(config.vocab_size) for key in (_BIAS, f"{_DECODER}bias")}
+    if first:
+        order = [*first, *sorted(set(range(config.vocab_size)) - {*first})]
+        weights |= {key: weights[key][order] for key in (_TOKENS, f"{_DECODER}weight")}
+    if not is_post:
+        # transformers' positions count from the padding's id plus one
+        config.max_position_embeddings += (start := config.pad_token_id + 1)
+        weights[_POSITIONS] = nn.functional.pad(weights[_POSITIONS], (0, 0, start, 0))
+    for pattern, replacement in (_POST if is_post else _PRE).items():
+        weights = {re.sub(pattern, replacement, key): value for key, value in weights.items()}
+    model = (BertForMaskedLM if is_post else RobertaPreLayerNormForMaskedLM)._from_config(config, **kind)
+    model.load_state_dict(weights)
+    # no parameter of the function, and so none that a measure counts
+    model.get_output_embeddings().bias.requires_grad_(False)
+    return model
