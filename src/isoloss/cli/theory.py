@@ -145,7 +145,7 @@ class FlowArgs(CommonArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamArgs(CommonArgs):
-    """Simulate Adam from the minimizers of sgd-flow's models, against two flows: the derived one, -(1/2) M grad R with R
+    """Simulate Adam from the minimizers of sgd-flow's models, against two flows: the derived one, -(1/2) M grad R, R
     the sum of the roots of the Hessian's diagonal, and the one that would keep SGD's trace term.
     """
 
@@ -199,9 +199,7 @@ def _flow_table(settings: Settings, result: Result) -> Table:
         f"Theorem 3.3, {settings.model.name}: at K = {settings.times[-1]:g}, "
         f"from a trace of {settings.flow_trace(0.0, 1):.5g} {settings.model.unit}"
     )
-    return Table(
-        title, ("B", "eta", "flow's trace", f"{optimizer} minus flow", f"coefficient x B", "distance^2"), cells
-    )
+    return Table(title, ("B", "eta", "flow's trace", f"{optimizer} minus flow", "coefficient x B", "distance^2"), cells)
 
 
 @dataclass(frozen=True, kw_only=True)
