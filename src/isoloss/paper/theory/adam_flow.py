@@ -18,8 +18,8 @@ from isoloss.paper.theory.sgd_flow import Array, Drift, LogProbsModel, MaskedLM,
 
 MOMENTUM = 0.9  # beta_1
 EPSILON = 1e-8  # where a gradient is always 0
-ON_ROOTS = Drift("Adam", "R, the sum of the roots of the Hessian's diagonal,", "M grad R", "", "as fast", 0.0, 0.5)
-ON_TRACE = Drift("Adam", "trace", "M grad Tr", " / B^(1/2)", "B^(1/2) times slower", 0.5, 0.5)
+ON_ROOTS = Drift("Adam", "sum of the roots of the Hessian's diagonal", "M grad R", "", "as fast", 0.0, 0.5)
+ON_TRACE = Drift("Adam", "trace", "M grad Tr", " / sqrt(B)", "sqrt(B) times slower", 0.5, 0.5)
 
 
 class AdamMinimizers(Minimizers):
@@ -68,14 +68,10 @@ class Adam(LogProbsModel):
         squares += step_size**1.5 * (gradient**2 - squares)
         theta -= step_size * means / (np.sqrt(squares) + EPSILON)
 
-    def trace(self, theta: Array) -> Array:
-        """Return what the flow takes down, at (n, P) points, (n,)."""
-        return np.asarray(torch.vmap(self.minimizers.trace, chunk_size=64)(torch.tensor(theta)).numpy())
-
 
 def settings(*, seed: int = 0, **changes: Any) -> list[Settings]:
     """Return what to run for two parameters and for the masked language model: the derived flow, then the other."""
-    of_two = {"step_sizes": (0.02, 0.01, 0.005), "times": (0.25, 0.5), "trajectories": 4096}
+    of_two = {"step_sizes": (0.03, 0.01, 0.003), "times": (0.5, 1.0), "trajectories": 1024}
     of_masked = {"step_sizes": (0.01, 0.005, 0.0025), "times": (0.05, 0.1), "trajectories": 256}
     models: list[tuple[LogProbsModel, dict[str, Any]]] = [
         (TwoParameters(0.7, 2.0), of_two),

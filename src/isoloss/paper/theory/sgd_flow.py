@@ -39,7 +39,7 @@ SUM_TOLERANCE = 1e-4  # of the sum of a distribution that is given, perhaps in f
 EMBEDDING = 0.3  # standard deviation of the embedding that is drawn, before it is brought to the minimizers
 DECODER = 1.0  # the same of the decoder: far larger, so that the trace is far from its least
 _CONTROLS = 8  # starts of the control
-_CHUNK = 64  # Hessians that are held together
+_CHUNK = 256  # matrices A that are held together
 ERRORS = 3.0  # standard errors that a statistical figure may be off
 PRECISION = 0.1  # standard error of a coefficient, as a fraction of it, above which nothing can be concluded
 CONTROL_ALLOWED = 1e-3  # change of the control's trace, as a fraction of what label noise takes off it
@@ -357,9 +357,9 @@ class LogProbsModel:
                 f"{self.name}: the flow rests at the start, where a unit of time takes {fall:.1e} off a trace of "
                 f"{trace:.3g}: start at another minimizer"
             )
-        # by the first, with B = 1, about a tenth of the trace is gone, by the last a quarter
-        times = tuple(fraction * trace / fall for fraction in (0.5, 1.0))
-        fields = {"step_sizes": tuple(fraction / trace for fraction in (0.4, 0.2, 0.1)), "times": times}
+        # with B = 1 the first takes about a fifth off the trace
+        times = tuple(multiple * trace / fall for multiple in (1.0, 2.0))
+        fields = {"step_sizes": tuple(fraction / trace for fraction in (0.2, 0.1, 0.05)), "times": times}
         return Settings(model=self, **{**fields, "batch_sizes": (1, 2), "trajectories": 512, **changes})
 
     @property
@@ -386,11 +386,8 @@ class LogProbsModel:
         theta -= step_size * torch.autograd.grad(loss, points)[0].numpy()
 
     def trace(self, theta: Array) -> Array:
-        """Return the traces of the Hessian of the loss at (n, P) points, (n,)."""
-        joint = self.minimizers.model.weights[:, None] * self.minimizers.conditionals
-        hessian = torch.func.hessian(lambda point: -(joint * self.minimizers.model.log_probs(point)).sum())
-        traces = torch.vmap(lambda point: hessian(point).trace(), chunk_size=_CHUNK)(torch.tensor(theta))
-        return np.asarray(traces.numpy())
+        """Return the mean squared gradients on one example at (n, P) points, (n,): at minimizers the Hessian's traces."""
+        return np.asarray(torch.vmap(self.minimizers.trace, chunk_size=_CHUNK)(torch.tensor(theta)).numpy())
 
     def flow(self, time: float) -> Array:
         """Return the (P,) point of the projected flow `-grad Tr` at a time, numerically."""
@@ -655,7 +652,7 @@ def judge(
     errors = [math.sqrt(math.fsum(row.error**2 for row in some) / len(some)) for some in by_step]
     limit_errors = ", ".join(f"{row.error_percent} at K = {row.time:g}" for row in at_zero)
     distances, limit = [row.distance for row in last], at_zero[-1].distance
-    times = drift.over.replace("/", "times 1 /")
+    times = drift.over.replace(" / ", " times 1 / ")
     coefficients_needed = [(value.stderr, PRECISION * coefficient) for value in coefficients.values()]
     # at the last step size an error must stand out of its sampling error, where it falls as the step size
     powers = [eta**drift.order for eta in etas]
@@ -684,7 +681,7 @@ def judge(
         ),
         judged(
             f"with B examples per step the flow is {drift.pace}.",
-            f"coefficient{drift.over.replace('/', 'times')}: "
+            f"coefficient{drift.over.replace(' / ', ' times ')}: "
             + ", ".join(f"{_minus(value)} (B = {size})" for size, value in coefficients.items())
             + f"; {ERRORS:g} standard errors from {-coefficient:g} allowed for each of at least 2, each error at most "
             f"{100 * PRECISION:g} %",
