@@ -26,7 +26,6 @@ EXAMPLES = [
     ("isoloss theory sgd-flow --figure flow.pdf", "two models, three step sizes, three batch sizes, and a control"),
     ("isoloss theory sgd-flow --model masked-lm", "the model whose flow has no closed form"),
     ("isoloss theory sgd-flow --coefficient 0.5", "a coefficient that the simulation refutes"),
-    ("isoloss theory adam-flow", "Adam in the place of SGD: does it keep the trace term?"),
     ("isoloss theory brackets --lengths 6 --figure brackets.pdf", "the shortest sentences alone, and a figure"),
 ]
 
@@ -127,7 +126,26 @@ class FlowArgs(CommonArgs):
 
     def report(self) -> Report:
         """Run the program for each model."""
-        return _flow_report("sgd-flow", self._settings())
+        from isoloss.paper.theory.sgd_flow import study
+
+        results: list[tuple[Settings, Result]] = []
+        document: dict[str, Any] = {"rows": [], "limits": [], "control": {}}
+        for settings in self._settings():
+            name = settings.model.name
+            with common.Progress(f"sgd-flow, {name}", settings.num_steps, "steps") as progress:
+                result = study(settings, progress=progress)
+            results.append((settings, result))
+            document["rows"] += [{"model": name, **dataclasses.asdict(row)} for row in result.rows]
+            document["limits"] += [{"model": name, **dataclasses.asdict(row)} for row in result.limits]
+            document["control"][name] = result.control
+        return Report(
+            statements=[statement for _, result in results for statement in result.statements],
+            document=document,
+            tables=[_flow_table(*pair) for pair in results],
+            figure=lambda: _figures().sgd_and_flow(results),
+            note="-> 0: extrapolated from all step sizes. distance^2: of SGD's parameters from the flow's, as a "
+            "fraction of the squared distance of the flow from the start. Other times: --json, or --figure.",
+        )
 
     def _settings(self) -> list[Settings]:
         from isoloss.paper.theory.sgd_flow import masked_lm, two_parameters
@@ -141,42 +159,6 @@ class FlowArgs(CommonArgs):
         shared |= {name: value for name, value in by_model.items() if value}
         settings = [] if self.model == "masked-lm" else [two_parameters(**of_two, **shared)]
         return settings if self.model == "two-parameters" else [*settings, masked_lm(**shared)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamArgs(CommonArgs):
-    """Simulate Adam from the minimizers of sgd-flow's models, against two flows: the derived one, -(1/2) M grad R, R
-    the sum of the roots of the Hessian's diagonal, and the one that would keep SGD's trace term.
-    """
-
-    def report(self) -> Report:
-        """Run the program for each model and flow."""
-        from isoloss.paper.theory import adam_flow
-
-        return _flow_report("adam-flow", adam_flow.settings(seed=self.seed))
-
-
-def _flow_report(program: str, runs: Sequence[Settings]) -> Report:
-    from isoloss.paper.theory.sgd_flow import study
-
-    results: list[tuple[Settings, Result]] = []
-    document: dict[str, Any] = {"rows": [], "limits": [], "control": {}}
-    for settings in runs:
-        name = settings.model.name
-        with common.Progress(f"{program}, {name}", settings.num_steps, "steps") as progress:
-            result = study(settings, progress=progress)
-        results.append((settings, result))
-        document["rows"] += [{"model": name, **dataclasses.asdict(row)} for row in result.rows]
-        document["limits"] += [{"model": name, **dataclasses.asdict(row)} for row in result.limits]
-        document["control"][name] = result.control
-    return Report(
-        statements=[statement for _, result in results for statement in result.statements],
-        document=document,
-        tables=[_flow_table(*pair) for pair in results],
-        figure=lambda: _figures().sgd_and_flow(results),
-        note="-> 0: extrapolated from all step sizes. distance^2: of the parameters from the flow's, as a "
-        "fraction of the squared distance of the flow from the start. Other times: --json, or --figure.",
-    )
 
 
 def _flow_table(settings: Settings, result: Result) -> Table:
@@ -194,12 +176,11 @@ def _flow_table(settings: Settings, result: Result) -> Table:
         )
         for (size, eta), row in sorted(at_end.items(), key=lambda item: item[0][0])  # which keeps their order otherwise
     ]
-    optimizer = settings.drift.optimizer
     title = (
         f"Theorem 3.3, {settings.model.name}: at K = {settings.times[-1]:g}, "
         f"from a trace of {settings.flow_trace(0.0, 1):.5g} {settings.model.unit}"
     )
-    return Table(title, ("B", "eta", "flow's trace", f"{optimizer} minus flow", "coefficient x B", "distance^2"), cells)
+    return Table(title, ("B", "eta", "flow's trace", "SGD minus flow", "coefficient x B", "distance^2"), cells)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +251,7 @@ def _figures() -> ModuleType:
     return figures
 
 
-SUBCOMMANDS = {"bartlett": BartlettArgs, "sgd-flow": FlowArgs, "adam-flow": AdamArgs, "brackets": BracketsArgs}
+SUBCOMMANDS = {"bartlett": BartlettArgs, "sgd-flow": FlowArgs, "brackets": BracketsArgs}
 NUMBERS = {"3.2": "bartlett", "3.3": "sgd-flow", "5.1": "brackets"}  # in the paper
 
 

@@ -71,9 +71,8 @@ def _traces(settings: Settings, result: Result) -> Panel:
         points = [(row.time, row.trace.value, row.trace.stderr) for row in rows]
         curve = [(time, settings.flow_trace(time, size)) for time in times]
         series.append(_points(f"B = {size}", index, points, marked=False, curve=curve))
-    if result.control:
-        control = list(zip((0.0, *settings.times), result.control, strict=True))
-        series.append(Series(name="no label noise", color=INK, points=control, marker="cross"))
+    control = list(zip((0.0, *settings.times), result.control, strict=True))
+    series.append(Series(name="no label noise", color=INK, points=control, marker="cross"))
     return Panel(
         x=_TIME,
         y=Axis(title=f"Trace of the Hessian (nats), η = {smallest:g}"),
@@ -89,7 +88,7 @@ def _step_errors(settings: Settings, result: Result) -> Panel:
         rows = [row for row in (*result.rows, *result.limits) if (row.batch_size, row.step_size) == (least, eta)]
         points = [(row.time, 100 * row.error, 100 * row.trace.stderr / row.flow_trace) for row in rows]
         series.append(_points(f"η = {eta:g}" if eta else "η to 0", index, points))
-    y = Axis(title=f"{settings.drift.optimizer} minus flow (%), B = {least}")
+    y = Axis(title=f"SGD minus flow (%), B = {least}")
     return Panel(x=_TIME, y=y, series=series, title=settings.model.name, rule=0.0)
 
 

@@ -263,22 +263,6 @@ class Flow:
         return self.minimizers.retract(point + step / 6 * (velocity + 2 * second + 2 * third + fourth))
 
 
-@dataclass(frozen=True)
-class Drift:
-    """The flow that an optimizer is said to follow, in the words of the statements."""
-
-    optimizer: str = "SGD"
-    falling: str = "trace"  # what the flow takes down
-    gradient: str = "grad Tr"
-    over: str = " / B"  # by what the coefficient is divided
-    pace: str = "B times slower"
-    power: float = 1.0  # of B, by which the flow is slower
-    order: float = 1.0  # of the step size, in which errors are series
-
-
-SGD = Drift()
-
-
 class LogProbsModel:
     """A model of one's own, by its log-probabilities alone: SGD, the Hessian and the flow are made by autograd.
 
@@ -297,7 +281,6 @@ class LogProbsModel:
 
     unit = "nats per example"  # of the loss and of the trace of its Hessian
     block = 1024  # trajectories that move together, so that they stay in the cache; part of what a seed stands for
-    drift = SGD
     kick = 0.03  # length of the random steps off the minimizers from which the control starts
 
     def __init__(
@@ -326,7 +309,7 @@ class LogProbsModel:
         flat = torch.cat([part.detach().flatten() for part in parts.values()]).double()
         truth = of_flat(flat).detach().exp() if conditionals is None else conditionals.double()
         if weights is None:
-            weights = torch.full(truth.shape[:1], 1 / len(truth))
+            weights = torch.full(truth.shape[:1], 1 / len(truth), dtype=torch.float64)
         tables = {"log_probs": of_flat(flat).detach().exp(), "conditionals": truth, "weights": weights.double()}
         for table, values in tables.items():
             wanted = truth.shape[:1] if table == "weights" else truth.shape
@@ -386,7 +369,7 @@ class LogProbsModel:
         theta -= step_size * torch.autograd.grad(loss, points)[0].numpy()
 
     def trace(self, theta: Array) -> Array:
-        """Return the mean squared gradients on one example at (n, P) points, (n,): at minimizers the Hessian's traces."""
+        """Return the mean squared gradients of one example at (n, P) points, (n,): the trace at minimizers."""
         return np.asarray(torch.vmap(self.minimizers.trace, chunk_size=_CHUNK)(torch.tensor(theta)).numpy())
 
     def flow(self, time: float) -> Array:
@@ -633,7 +616,6 @@ def judge(
     *,
     coefficient: float,
     start: float,
-    drift: Drift = SGD,
 ) -> list[Statement]:
     """Return the statements with their verdicts.
 
@@ -652,36 +634,36 @@ def judge(
     errors = [math.sqrt(math.fsum(row.error**2 for row in some) / len(some)) for some in by_step]
     limit_errors = ", ".join(f"{row.error_percent} at K = {row.time:g}" for row in at_zero)
     distances, limit = [row.distance for row in last], at_zero[-1].distance
-    times = drift.over.replace(" / ", " times 1 / ")
+    fall = start - last[-1].trace.value
+    drift = max(abs(trace - control[0]) for trace in control) / abs(fall)
     coefficients_needed = [(value.stderr, PRECISION * coefficient) for value in coefficients.values()]
     # at the last step size an error must stand out of its sampling error, where it falls as the step size
-    powers = [eta**drift.order for eta in etas]
-    ratio = powers[-1] / powers[0] / ERRORS
+    ratio = etas[-1] / etas[0] / ERRORS
     traces_needed = [(row.trace.stderr / row.flow_trace, ratio * errors[0]) for row in by_step[-1]]
     judged = functools.partial(_statement, last[0].trace.samples)
     statements = [
         judged(
-            f"as the step size goes to 0, {drift.optimizer}'s mean {drift.falling} after K / eta^2 steps becomes that "
-            f"of the flow -({coefficient:g}{drift.over}) {drift.gradient} at time K.",
+            "as the step size goes to 0, SGD's mean trace after K / eta^2 steps becomes that of the flow "
+            f"-({coefficient:g} / B) grad Tr at time K.",
             f"B = {least}, extrapolated to eta = 0: off by {limit_errors}; {ERRORS:g} standard errors "
             "allowed. Root mean square over K: "
-            f"{_over_steps([f'{100 * error:.2f} %' for error in errors], etas)}; it must fall faster than "
-            f"eta^{drift.order / 2:g}",
+            f"{_over_steps([f'{100 * error:.2f} %' for error in errors], etas)}; it must fall faster than the root of "
+            "the step size",
             traces_needed,
-            shown=_falls(errors, powers)
+            shown=_falls(errors, etas)
             and all(abs(row.trace.value - row.flow_trace) <= ERRORS * row.trace.stderr for row in at_zero),
         ),
         judged(
-            f"the coefficient of the flow that {drift.optimizer} follows is -{coefficient:g}{drift.over}.",
-            f"B = {least}: {_minus(coefficients[least])}{times}, extrapolated to eta = 0; {ERRORS:g} "
+            f"the coefficient of the flow that SGD follows is -{coefficient:g} / B.",
+            f"B = {least}: {_minus(coefficients[least])} times 1 / B, extrapolated to eta = 0; {ERRORS:g} "
             f"standard errors allowed, the error at most {100 * PRECISION:g} %",
             coefficients_needed[:1],
             shown=_is_near(coefficients[least], coefficient),
             contradicted=True,
         ),
         judged(
-            f"with B examples per step the flow is {drift.pace}.",
-            f"coefficient{drift.over.replace(' / ', ' times ')}: "
+            "with B examples per step the flow is B times slower.",
+            "coefficient times B: "
             + ", ".join(f"{_minus(value)} (B = {size})" for size, value in coefficients.items())
             + f"; {ERRORS:g} standard errors from {-coefficient:g} allowed for each of at least 2, each error at most "
             f"{100 * PRECISION:g} %",
@@ -690,27 +672,21 @@ def judge(
             contradicted=len(coefficients) > 1,
         ),
         judged(
-            f"not only the {drift.falling}: {drift.optimizer}'s parameters themselves become those of the flow.",
+            "not only the trace: SGD's parameters themselves become those of the flow.",
             f"mean squared distance over the squared distance of the flow from the start, at K = "
             f"{last[-1].time:g}: {_over_steps([rounded(each.value, each.stderr) for each in distances], etas)}; "
-            f"extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; it must fall faster than "
-            f"eta^{drift.order / 2:g}, and be within {ERRORS:g} standard errors of 0 there",
+            f"extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; it must fall faster than the root of the "
+            f"step size, and be within {ERRORS:g} standard errors of 0 there",
             [(distances[-1].stderr, ratio * distances[0].value)],
-            shown=_falls([each.value for each in distances], powers) and abs(limit.value) <= ERRORS * limit.stderr,
+            shown=_falls([each.value for each in distances], etas) and abs(limit.value) <= ERRORS * limit.stderr,
+        ),
+        judged(
+            "without label noise, with the exact conditionals as targets, nothing drifts along the minimizers.",
+            f"from off the minimizers it is back on them at a trace of {control[0]:.6g}, which then changes "
+            f"by {drift:.1e} of the {fall:.3g} that sampled answers take off in as long; {CONTROL_ALLOWED:.0e} allowed",
+            shown=fall > 0 and drift <= CONTROL_ALLOWED,
         ),
     ]
-    if control:
-        fall = start - last[-1].trace.value
-        moved = max(abs(trace - control[0]) for trace in control) / abs(fall)
-        statements.append(
-            judged(
-                "without label noise, with the exact conditionals as targets, nothing drifts along the minimizers.",
-                f"from off the minimizers it is back on them at a trace of {control[0]:.6g}, which then changes "
-                f"by {moved:.1e} of the {fall:.3g} that sampled answers take off in as long; {CONTROL_ALLOWED:.0e} "
-                "allowed",
-                shown=fall > 0 and moved <= CONTROL_ALLOWED,
-            )
-        )
     return [dataclasses.replace(statement, text=f"{name}: {statement.text}") for statement in statements]
 
 
@@ -733,7 +709,7 @@ def _statement(
 
 
 def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
-    # they fall as this power of eta; its root leaves room for their sampling errors, and a constant rest fails
+    # they fall as eta; its root leaves room for their sampling errors, and a constant rest fails
     pairs = itertools.pairwise(zip(errors, etas, strict=True))
     return all(error < before * math.sqrt(eta / larger) for (before, larger), (error, eta) in pairs)
 
@@ -795,17 +771,8 @@ class Settings:
 
     def flow_trace(self, time: float, batch_size: int) -> float:
         """Return the trace of the Hessian on the flow `-(coefficient / batch_size) grad Tr` at a time."""
-        point = self.model.flow(self.coefficient * time / self.slowing(batch_size))
+        point = self.model.flow(self.coefficient * time / batch_size)
         return float(self.model.trace(point[None])[0])
-
-    @property
-    def drift(self) -> Drift:
-        """The model's; that of SGD where it says nothing."""
-        return getattr(self.model, "drift", SGD)
-
-    def slowing(self, batch_size: int) -> float:
-        """Return by what factor a batch slows the flow."""
-        return float(batch_size**self.drift.power)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -844,9 +811,9 @@ def study(settings: Settings, *, progress: Callable[[int], None] | None = None) 
         by_step = [_rows(settings, batch_size, step_size, count) for step_size in settings.step_sizes]
         rows += [row for some in by_step for row in some]
         limits += [_limit(settings, same_time, time) for *same_time, time in zip(*by_step, settings.times, strict=True)]
-    control = _control(settings) if settings.drift is SGD else ()
-    known = {"coefficient": settings.coefficient, "start": settings.flow_trace(0.0, 1), "drift": settings.drift}
-    statements = judge(settings.model.name, rows, limits, control, **known)
+    control = _control(settings)
+    start = settings.flow_trace(0.0, 1)
+    statements = judge(settings.model.name, rows, limits, control, coefficient=settings.coefficient, start=start)
     return Result(rows=tuple(rows), limits=tuple(limits), control=control, statements=tuple(statements))
 
 
@@ -871,7 +838,7 @@ def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable
         # not `time`: where no whole number of steps fits, the flow is compared at the time that SGD has reached
         elapsed = steps_until(time, step_size) * step_size**2
         reached = model.reached(theta)
-        point = model.flow(settings.coefficient * elapsed / settings.slowing(batch_size))
+        point = model.flow(settings.coefficient * elapsed / batch_size)
         squares = ((theta - point) ** 2).sum(axis=1) / ((point - model.minimizer) ** 2).sum()
         rows.append(
             Row(
@@ -880,7 +847,7 @@ def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable
                 time=elapsed,
                 trace=mean(model.trace(theta), model.unit, "trace of the Hessian where SGD is"),
                 flow_trace=settings.flow_trace(elapsed, batch_size),
-                coefficient=comparison.times(reached, settings.slowing(batch_size) / elapsed),
+                coefficient=comparison.times(reached, batch_size / elapsed),
                 distance=mean(squares, "", "squared distance from the flow over the flow's from the start"),
             )
         )
@@ -893,16 +860,15 @@ def _limit(settings: Settings, rows: Sequence[Row], time: float) -> Row:
     The traces are extrapolated as fractions of the flow's, whose times differ where no whole number of steps fits.
     """
     flow_trace = settings.flow_trace(time, rows[0].batch_size)
-    powers = [eta**settings.drift.order for eta in settings.step_sizes]
-    fractions = extrapolated(powers, [comparison.times(row.trace, 1 / row.flow_trace) for row in rows])
+    fractions = extrapolated(settings.step_sizes, [comparison.times(row.trace, 1 / row.flow_trace) for row in rows])
     return Row(
         batch_size=rows[0].batch_size,
         step_size=0.0,
         time=time,
         trace=comparison.times(fractions, flow_trace),
         flow_trace=flow_trace,
-        coefficient=extrapolated(powers, [row.coefficient for row in rows]),
-        distance=extrapolated(powers, [row.distance for row in rows]),
+        coefficient=extrapolated(settings.step_sizes, [row.coefficient for row in rows]),
+        distance=extrapolated(settings.step_sizes, [row.distance for row in rows]),
     )
 
 
