@@ -12,8 +12,17 @@ import sys
 import numpy as np
 import torch
 
-from isoloss.paper.theory.sgd_flow import ERRORS, PRECISION, Flow, MaskedLM, Minimizers, TwoParameters
-from isoloss.paper.theory.sgd_flow import extrapolated, mean, simulate
+from isoloss.paper.theory.sgd_flow import (
+    ERRORS,
+    PRECISION,
+    Flow,
+    MaskedLM,
+    Minimizers,
+    TwoParameters,
+    extrapolated,
+    mean,
+    simulate,
+)
 from isoloss.paper.theory.statements import Statement
 from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import rounded
