@@ -202,7 +202,7 @@ def own_flatness(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and `2 E |grad f|^2`, the trace where the loss is 0, of `f = answers(theta, z)`: differentiable."""
     gradients = torch.func.jacrev(answers)(theta, inputs.z)
-    return (answers(theta, inputs.z) - inputs.y).square().mean(), 2 * gradients.square().sum(dim=1).mean()
+    return (answers(theta, inputs.z) - inputs.y).square().mean(), 2 * gradients.square().sum() / len(inputs.y)
 
 
 def with_even_attention(value: torch.Tensor, output: torch.Tensor) -> Weights:
