@@ -127,7 +127,7 @@ class Minimizers:
         return self.root(theta).square().sum()
 
     def scale(self, theta: torch.Tensor) -> torch.Tensor:
-        """Return the root of the factor, (P,), by which the optimizer multiplies each gradient; 1 for SGD."""
+        """Return the root of the factors, (P,), by which an optimizer multiplies the gradient: 1, for SGD."""
         return torch.ones_like(theta)
 
     def normals(self, theta: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Minimizers:
         return vector - normals.T @ (normals @ vector)
 
     def velocity(self, theta: torch.Tensor) -> torch.Tensor:
-        """Return the projected `-grad Tr`, (P,), at a minimizer: in the coordinates `theta / scale`, as all of this."""
+        """Return the projected `-grad Tr`, (P,), at a minimizer; projected in the coordinates `theta / scale`."""
         # off the minimizers |A|^2 is not the Hessian's trace, so only the part of its gradient along them counts
         gradient, scale = torch.func.grad(self.trace)(theta), self.scale(theta)
         return -scale * self.project(theta, scale * gradient)
