@@ -113,7 +113,7 @@ def study(model, *, step_sizes, time, trajectories, batch_sizes=(1, 4), seed=0):
 
 if __name__ == "__main__":
     if "masked" in sys.argv:
-        statements = study(MaskedLM(seed=0), step_sizes=(0.01, 0.004, 0.0016), time=0.1, trajectories=128)
+        statements = study(MaskedLM(seed=0), step_sizes=(0.01, 0.005, 0.0025), time=0.04, trajectories=128)
     else:
         statements = study(TwoParameters(0.7, 2.0), step_sizes=(0.03, 0.01, 0.003), time=1.0, trajectories=1024)
     for statement in statements:
