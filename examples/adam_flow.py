@@ -70,9 +70,9 @@ def verdict(text, estimates, wanted):
     figures = ", ".join(f"{rounded(-each.value, each.stderr)} (B = {size})" for size, each in estimates.items())
     needed = max(each.stderr / (PRECISION * wanted) for each in estimates.values())
     near = all(abs(each.value - wanted) <= ERRORS * each.stderr for each in estimates.values())
-    if needed > 1:
-        figures += f"; too imprecise to tell: {needed**2:.1f} times as many trajectories would do"
-    return Statement(text=text, evidence=figures, shown=near and needed <= 1, contradicted=not near and needed <= 1)
+    if near and needed > 1:
+        figures += f"; too imprecise to tell: {needed**2:.2f} times as many trajectories would do"
+    return Statement(text=text, evidence=figures, shown=near and needed <= 1, contradicted=not near)
 
 
 def study(model, *, step_sizes, time, trajectories, batch_sizes=(1, 4), seed=0):

@@ -659,7 +659,7 @@ def judge(
             f"standard errors allowed, the error at most {100 * PRECISION:g} %",
             coefficients_needed[:1],
             shown=_is_near(coefficients[least], coefficient),
-            contradicted=True,
+            contradicted=_is_off(coefficients[least], coefficient),
         ),
         judged(
             "with B examples per step the flow is B times slower.",
@@ -669,7 +669,7 @@ def judge(
             f"{100 * PRECISION:g} %",
             coefficients_needed,
             shown=len(coefficients) > 1 and all(_is_near(value, coefficient) for value in coefficients.values()),
-            contradicted=len(coefficients) > 1,
+            contradicted=len(coefficients) > 1 and any(_is_off(each, coefficient) for each in coefficients.values()),
         ),
         judged(
             "not only the trace: SGD's parameters themselves become those of the flow.",
@@ -699,13 +699,13 @@ def _statement(
     shown: bool,
     contradicted: bool = False,
 ) -> Statement:
-    """Return a statement, `contradicted` if it is not shown though its standard errors are the `needed` ones."""
+    """Return a statement; where nothing decides it, with the trajectories that standard errors as `needed` take."""
     # the square of how far each is from what is allowed: a standard error falls as the root of their number
     factor = max([(error / allowed) ** 2 for error, allowed in needed], default=0.0)
-    if not shown and factor > 1:
+    if not (shown or contradicted) and factor > 1:
         wanted = float(f"{trajectories * factor:.2g}")
         evidence += f"; the run is too imprecise to tell: by its spread, {wanted:,.0f} trajectories would do"
-    return Statement(text=text, evidence=evidence, shown=shown, contradicted=contradicted and not shown and factor <= 1)
+    return Statement(text=text, evidence=evidence, shown=shown, contradicted=contradicted)
 
 
 def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
@@ -716,7 +716,11 @@ def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
 
 def _is_near(estimate: Estimate, wanted: float) -> bool:
     # an upper bound on the error, too: else few trajectories would show any coefficient
-    return abs(estimate.value - wanted) <= ERRORS * estimate.stderr and estimate.stderr <= PRECISION * wanted
+    return not _is_off(estimate, wanted) and estimate.stderr <= PRECISION * wanted
+
+
+def _is_off(estimate: Estimate, wanted: float) -> bool:
+    return abs(estimate.value - wanted) > ERRORS * estimate.stderr
 
 
 def _minus(estimate: Estimate) -> str:

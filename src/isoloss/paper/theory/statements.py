@@ -16,7 +16,7 @@ class Statement:
     text: str  # what is claimed, in one sentence
     evidence: str  # the figures, and the rule that they are held against
     shown: bool  # whether the figures obey the rule
-    contradicted: bool = False  # whether they break it, and not for want of precision
+    contradicted: bool = False  # whether they break it by more than their errors allow
 
     @property
     def verdict(self) -> str:
