@@ -343,7 +343,7 @@ class LogProbsModel:
         # with B = 1 the first takes about a fifth off the trace
         times = tuple(multiple * trace / fall for multiple in (1.0, 2.0))
         fields = {"step_sizes": tuple(fraction / trace for fraction in (0.2, 0.1, 0.05)), "times": times}
-        return Settings(model=self, **{**fields, "batch_sizes": (1, 2), "trajectories": 256, **changes})
+        return Settings(model=self, **{**fields, "batch_sizes": (1, 2), "trajectories": 512, **changes})
 
     @property
     def beside(self) -> Array:
