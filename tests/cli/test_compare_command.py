@@ -15,7 +15,9 @@ from speaking import as_json
 from transformers import GPT2LMHeadModel
 
 import small_checkpoints as small
+from isoloss.cli import compare
 from isoloss.comparison.models import TITLES
+from isoloss.errors import IsolossError
 from isoloss.lab.evaluation import context
 from isoloss.statistics.comparison import times
 from isoloss.statistics.estimate import Estimate, number
@@ -201,3 +203,15 @@ def test_the_same_weights_and_other_architectures_have_no_flattest(capsys):
     assert "No verdict on which is the flattest. a and wide have different parameters" in " ".join(out.split())
     assert "is the flattest:" not in out
     assert err.count("warning: a and wide have different parameters") == 1
+
+
+def test_a_page_of_series_without_polars_is_refused_before_anything_is_measured(capsys, monkeypatch):
+    for step, name in enumerate("abc"):
+        shutil.copytree(name, f"course/step-{step}")
+
+    def require(package):
+        raise IsolossError(f"no {package}")
+
+    monkeypatch.setattr(compare, "require_package", require)
+    words = ("course", *DATA, "--html", "page.html")
+    assert call(capsys, *words, status=2)[1].endswith("isoloss compare: no polars\n")

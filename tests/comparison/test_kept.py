@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import small_checkpoints as small
-from isoloss import compare
+from isoloss import compare, compare_traces, files
+from isoloss.comparison import traces
+from isoloss.comparison.kept import Kept
 from isoloss.errors import IsolossError
+from isoloss.lab.evaluation.compare import _contents
 from isoloss.lab.evaluation.input_config import InputConfig
 
 HOW = {"inputs": InputConfig(length=small.LENGTH), "num_sequences": 200, "rtol": 0.5, "seed": 3}
@@ -70,6 +73,11 @@ def test_a_comparison_that_was_killed_goes_on_and_ends_with_the_same_bytes(folde
     small.gpt2(len(small.byte_level()), 7).save_pretrained(folder / "b")
     compare(["a", "b", "c"], **options, **HOW)
     assert measured == {"b"}  # its weights are others
+    measured.clear()
+    config = json.loads((folder / "c" / "config.json").read_text())
+    (folder / "c" / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.1}))
+    compare(["a", "b", "c"], **options, **HOW)
+    assert measured == {"c"}  # the same weights, and another function of them
     with pytest.raises(IsolossError, match="kept has a comparison with other first model: choose another folder"):
         compare(["b", "a"], **options, **HOW)
     with pytest.raises(IsolossError, match="kept has a comparison with other inputs and settings: choose"):
@@ -78,6 +86,39 @@ def test_a_comparison_that_was_killed_goes_on_and_ends_with_the_same_bytes(folde
         compare(["a", "b"], **options | {"output": "a"}, **HOW)
     next((folder / "kept").glob("[0-9a-f]*.json")).write_text("{}")
     assert len(compare(["a", "b", "c"], **options, **HOW).models) == 3
+
+
+def test_the_files_of_tasks_and_modules_count_by_their_content(tmp_path):
+    (tmp_path / "task").mkdir()
+    known = []
+    for text in ("text,label", "text,label,pair"):
+        (tmp_path / "task" / "train.csv").write_text(text)
+        (tmp_path / "mine.py").write_text(f"# {text}")
+        known.append(_contents(("root", f"mine={tmp_path / 'task'}"), f"{tmp_path / 'mine.py'}:Model"))
+    assert len({*known[0], *known[1]}) == 4
+
+
+def test_a_kill_while_the_folder_is_made_leaves_it_usable(tmp_path):
+    (tmp_path / f"{files.TEMPORARY}comparison.json").write_text("{")
+    assert Kept(tmp_path, {"seed": 1}).read("a", {}) is None
+
+
+def test_minimal_traces_are_left_out_just_where_a_model_among_them_has_none(tmp_path, monkeypatch):
+    ids = torch.randint(0, 8, (24, 6), generator=torch.Generator().manual_seed(0))
+    models = {name: small.gpt2(8, seed) for seed, name in enumerate("abcd")}
+    measure = traces.minimal_trace
+
+    def minimal_trace(model, *rest):
+        if model is models["b"]:
+            raise IsolossError("its rescalings are not known")
+        return measure(model, *rest)
+
+    monkeypatch.setattr(traces, "minimal_trace", minimal_trace)
+    for names in ("ac", "abc", "abd", "ad"):
+        chosen = {name: models[name] for name in names}
+        found = compare_traces(chosen, [{"input_ids": ids, "labels": ids}], kept=Kept(tmp_path / "kept", {}))
+        assert found.no_minimal == ("b: its rescalings are not known" if "b" in names else "")
+        assert ("minimal-trace" in found.names) == ("b" not in names)
 
 
 def test_of_each_model_only_its_influences_stay():

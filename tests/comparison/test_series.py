@@ -15,6 +15,7 @@ from isoloss.statistics.comparison import linear_combination
 from isoloss.statistics.estimate import Estimate
 
 N = 64
+PROBE = {"pooling": "last", "num_test": 99, "clusters": "test examples", "majority_rate": 0.5}
 DRAWS = np.random.default_rng(0).standard_normal((8, N))
 
 
@@ -147,11 +148,53 @@ def test_copies_and_jumps_of_a_series_are_named():
     assert not list(jumps(falling, dict(enumerate(falling.models)), {}))
 
 
+def test_a_missing_checkpoint_makes_no_jump():
+    models = run("a", [3.0, 2.9, 2.8, 2.0, 1.9, 1.8], [10, 11, 12, 13, 14, 15])
+    assert len(list(jumps(compared(models), dict(enumerate(models)), {name: name for name in models}))) == 1
+    steps = dict(zip([1, 2, 3, 11, 12, 13], models, strict=True))
+    assert not list(jumps(compared(models), steps, {}))
+
+
+def test_a_copy_counts_once_at_one_loss_and_a_shared_start_is_a_step_of_both_series():
+    a = run("a", [3.0, 2.0, 1.0], [10.0, 20.0, 40.0])
+    b = run("b", [2.0, 2.001], [16.0, 16.0])
+    b["b/checkpoint-20"] = b["b/checkpoint-10"]
+    comparison = compared(a | b)
+    comparison.weights["b/checkpoint-20"] = "b/checkpoint-10"
+    assert [pair.first for pair in comparison.pairs_at_one_loss["b"]] == ["a step 20"]
+    course = run("a", [3.0, 2.9, 2.8, 1.5, 1.4], [10.0, 11.0, 12.0, 13.0, 14.0])
+    both = compared(course | {name.replace("a/", "b/"): each for name, each in course.items()})
+    for name in course:
+        both.weights[name.replace("a/", "b/")] = name
+    # all of b are copies of a, and b still has its own course
+    assert sum(text.startswith("The loss jumps") for text in both.texts()) == 2
+
+
+def test_small_values_of_a_series_are_in_the_unit_of_their_title():
+    comparison = compared(run("a", [5e-4, 4e-4, 2e-4], [10.0, 20.0, 40.0]))
+    answer = comparison.answers()[0]
+    assert answer.question == "Loss, millinats?"
+    assert answer.answer.startswith("It is not shown to change, from 0.5")
+    assert answer.detail.startswith("difference -0.3")
+
+
+def test_what_is_not_compared_at_one_loss_is_said():
+    models = run("a", [3.0, 2.0], [10.0, 20.0]) | run("b", [2.5, 1.5], [9.0, 16.0])
+    said = "At one loss, only the traces are compared: all else is of each checkpoint at its own loss."
+    assert said not in compared(models).texts()
+    tasks = {
+        name: each | {"probe-root": dataclasses.replace(each["loss"], details=PROBE)} for name, each in models.items()
+    }
+    assert compared(tasks).texts()[-1] == said
+
+
 @pytest.mark.parametrize(
     ("names", "series"),
     [
         (["r/checkpoint-20", "r/checkpoint-3", "r/checkpoint-100"], {"r": [3, 20, 100]}),
         (["o/m@stage1-step10-tokens4B", "o/m@stage1-step9-tokens4B", "x"], {"o/m@stage1": [9, 10], "x": [0]}),
+        (["o/m@step1", "o/m@step2", "o/m"], {"o/m": [1, 2], "o/m itself": [0]}),
+        (["out", "out/checkpoint-1", "out/checkpoint-2"], {"out itself": [0], "out": [1, 2]}),
         (["a/step-1", "a/step-2"], {}),
         (["a/step-1", "b/step-1", "c/step-1"], {}),
         (["a/step-1-x", "a/step-1-y", "a/step-2"], {}),

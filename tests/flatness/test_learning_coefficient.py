@@ -118,9 +118,9 @@ def test_the_same_seed_gives_the_same_bits():
         ({"num_chains": 1}, "num_chains is 1; it must be at least 2"),
         ({"num_draws": 3}, "num_draws is 3; it must be at least 4"),
         ({"burn_in": -1}, "burn_in is -1"),
-        ({"num_sequences": 1}, "needs at least 2 sequences"),
+        ({"batches": [batch_of(1)]}, "needs at least 2 sequences"),
     ],
 )
 def test_what_is_no_chain_is_refused(options, message):
     with pytest.raises(IsolossError, match=message):
-        local_learning_coefficient(gpt2(), [batch_of(4)], **options)
+        local_learning_coefficient(gpt2(), **{"batches": [batch_of(4)], **options})

@@ -8,7 +8,8 @@ from isoloss.statistics.jumps import find_jumps
 
 
 def found(values, half=1e-3):
-    return find_jumps([(after - before - half, after - before + half) for before, after in itertools.pairwise(values)])
+    moves = [after - before for before, after in itertools.pairwise(values)]
+    return find_jumps([(move - half, move + half) for move in moves], [1] * len(moves))
 
 
 @pytest.mark.parametrize(

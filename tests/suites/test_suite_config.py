@@ -48,7 +48,7 @@ def test_families_in_the_cache(cache):
     assert [each["step"] for each in family.values()] == [1, 2, 10] * 2
     assert found("lab/tiny-seed{seed}") == {"lab/tiny-seed2": {"seed": 2}, "lab/tiny-seed10": {"seed": 10}}
     # without braces, the number at the end is a step
-    assert found("lab/other@step*")["lab/other@step10"] == {"series": "lab/other@step", "step": 10}
+    assert found("lab/other@step*")["lab/other@step10"] == {"series": "lab/other", "step": 10}
     assert found("lab/other@step2") == {"lab/other@step2": {}}
     with pytest.warns(IsolossWarning, match=r"left out: no folder matches 'lab/none-\*'"):
         assert list(found("lab/none-{x}@step{step}", "lab/other@step{step}")) == [
@@ -111,12 +111,30 @@ def test_a_name_with_two_readings_is_refused(cache):
     assert found("runs/{recipe}-{seed}", labels={"recipe": ["adamw-4x"]})["runs/adamw-4x-7"]["seed"] == 7
 
 
+def test_odd_and_unused_values_of_labels_are_told(cache):
+    for seed in ("0", "1", "backup"):
+        saved(Path("runs", seed))
+    told = r"\{seed\} is 'backup' in runs/backup but an integer in other names: .* labels = \{seed = \[...\]\}"
+    with pytest.warns(IsolossWarning, match=told):
+        assert len(found("runs/{seed}")) == 3
+    with pytest.warns(IsolossWarning, match="no checkpoint has the seed 7 or main, which the table labels lists"):
+        some = found("r{rest}/{seed}", labels={"seed": [0, 7, "1", "main"]})
+    assert some == {f"runs/{seed}": {"rest": "uns", "seed": seed} for seed in (0, 1)}
+
+
 def test_steps_that_are_named_one_by_one_are_a_series(cache):
     """As a shell passes them on, also where it names a folder twice."""
-    for step in (10, 20):
+    for step in (10, 20, 100):
         saved(Path("run", f"step-{step}"))
-    names = ["run/step-10", "run/step-20", "run/step-10/", "./run/step-20", str(Path.cwd() / "run/step-10")]
-    assert found(*names) == {f"run/step-{step}": {"series": "run/step-", "step": step} for step in (10, 20)}
+    names = [
+        "run/step-10",
+        "run/step-20",
+        "run/step-100",
+        "run/step-10/",
+        "./run/step-20",
+        str(Path.cwd() / "run/step-10"),
+    ]
+    assert found(*names) == {f"run/step-{step}": {"series": "run", "step": step} for step in (10, 20, 100)}
 
 
 def test_clusters_do_not_run_together_and_copies_count_once():

@@ -1,5 +1,6 @@
 """A suite of tiny checkpoints from a hub's cache, measured offline: resumed, with empty cells, and by command."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from tiny_family import SEEDS, STEPS, family, text_in
 
 from isoloss.cli.main import main
 from isoloss.config import from_dict
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.suites.config import SuiteConfig, members
 from isoloss.suites.outcomes import read_outcomes
@@ -191,14 +192,35 @@ def test_another_first_checkpoint_does_not_mix_inputs(here, made):
     assert after.units()[1].done()
 
 
-def test_an_import_does_not_take_the_place_of_a_measure(here):
-    folder = suite("out", here, PATTERN)
+def test_wrong_names_of_outcomes_are_told_before_anything_is_measured(here):
+    folder = suite("out", here, PATTERN, measures=["trace", "int4-rise", "features"], outcomes=["probe-sst2", "chess"])
     Path("results.csv").write_text("seed,step,loss,qa\n0,1,2.5,0.5\n")
     with pytest.raises(IsolossError, match="the column 'loss' of what is imported has the name of what the suite"):
-        folder.refuse_measured(read_outcomes(["results.csv"], folder.members))
-    Path("results.csv").write_text("seed,step,qa\n0,1,0.5\n")
-    folder.keep(read_outcomes(["results.csv"], folder.members))
-    folder.refuse_measured(read_outcomes(["results.csv"], folder.members))  # a later value of the same
+        folder.check_outcomes(read_outcomes(["results.csv"], folder.members), ())
+    Path("results.csv").write_text("seed,step,qa,quiz.acc,chess\n0,1,0.5,1,1500\n")
+    outcomes = read_outcomes(["results.csv"], folder.members)
+    names = ["qa", "quiz", "quiz.acc", "trace", "effective-rank", "features"]
+    folder.check_outcomes(outcomes, names)
+    folder.keep(outcomes)
+    folder.check_outcomes(outcomes, names)  # a later value of the same
+    for wrong, told in {
+        "int4-rize": "'int4-rize' is no measure of the suite and no imported outcome; did you mean int4-rise",
+        "quiz.ac": "did you mean quiz.acc",
+        "int4-rise (docs)": "did you mean int4-rise",  # there is only one text
+        "?": "these are .*effective-rank",
+    }.items():
+        with pytest.raises(IsolossError, match=told):
+            folder.check_outcomes((), [wrong])
+    with pytest.raises(IsolossError, match=r"'int4-rize' is no measure .*; did you mean int4-rise\?"):
+        suite("new", here, PATTERN, outcomes=["int4-rize"]).check_outcomes((), ())
+    with pytest.warns(IsolossWarning, match="'go' is no measure of .*: its cells stay empty until you import it"):
+        suite("new", here, PATTERN, outcomes=["go"]).check_outcomes((), ())
+    tasks = suite("tasks", here, PATTERN, measures=["lm-eval-quiz"])
+    tasks.check_outcomes((), ["quiz", "lm-eval-quiz", "quiz.acc"])
+    two = {"docs": str(here), "code": str(here)}
+    suite("two", here, PATTERN, texts=two, measures=["spectral-density"]).check_outcomes(
+        (), ["loss (code)", "spectral-density, trace"]
+    )
 
 
 def test_outcomes_of_others_are_kept(here):
@@ -244,13 +266,19 @@ def test_the_command(here, made, monkeypatch, capfd):
     assert "7 checkpoints" in (told := capfd.readouterr().out)
     assert "nothing tells their size or time (first: lab/tiny-seed7@step1)" in " ".join(told.split())
     assert not Path("suite").exists()
+    assert main(["suite", "suite.toml", "--predict", "int4-rize"]) == 2
+    assert "did you mean int4-rise?" in capfd.readouterr().err
+    assert not Path("suite").exists()
     assert main(["suite", "suite.toml"]) == 2
     out, said = capfd.readouterr()
+    assert "the folder of the suite is suite" in said
     assert "suite.parquet: 7 checkpoints, 21 rows" in out
     assert "lab-tiny-seed7-step1" in said
     assert "there is no checkpoint lab/tiny-seed7@step1" in " ".join(out.split())
     before = Path("suite/suite.parquet").read_bytes()
-    assert SuiteTable.read(Path("suite")).wide().drop_nulls().height == 6
+    table = SuiteTable.read(Path("suite"))
+    assert [each for each in table.problems() if "lab/tiny-seed7@step1" not in each] == []
+    assert table.wide().drop_nulls().height == 6
     page = Path("suite/index.html").read_text()
     assert "what predicts int4-rise?" in page
     assert "there is no checkpoint lab/tiny-seed7@step1" in page
@@ -260,6 +288,22 @@ def test_the_command(here, made, monkeypatch, capfd):
     assert "done in" not in said
     assert [each["measure"] for each in json.loads(out)["answers"]] == ["trace"]
     assert Path("suite/suite.parquet").read_bytes() == before
+
+
+def test_an_executor_that_ends_with_an_error_on_what_cannot_be_loaded_leaves_the_table(here, monkeypatch, capsys):
+    def carry_out(loop, options, *, any_unit=True):
+        for attempt in loop if any_unit else ():
+            loop.finish(attempt, main([*attempt.arguments]))
+        raise IsolossError("no unit was done")  # as of Slurm's workers
+
+    words = ("lab/tiny-seed0@step1", "none", "--data", str(here), "--measures", "trace", "--num-sequences", "12")
+    monkeypatch.setattr("isoloss.cli.suite.executor_of", lambda args: functools.partial(carry_out, any_unit=False))
+    assert main(["suite", *words, "--output", "out"]) == 2
+    assert not Path("out/suite.parquet").exists()
+    monkeypatch.setattr("isoloss.cli.suite.executor_of", lambda args: carry_out)
+    assert main(["suite", *words, "--output", "out"]) == 2
+    assert "no unit was done" in capsys.readouterr().err
+    assert SuiteTable.read(Path("out")).wide()["trace"].is_null().to_list() == [False, True]
 
 
 def test_the_mean_of_revisions_in_the_cache(here):
@@ -278,14 +322,16 @@ def test_a_plan_without_files_and_hub(here, capsys):
     )
     assert main(["suite", "big.toml", "--plan", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["sizes"]["2,775,208,960 parameters"]["download"] == 2 * 2 * 2_775_208_960
+    assert document["download_bytes"] == 2 * 2 * (2_775_208_960 + 14_067_712)
+    assert document["sizes"]["2,775,208,960 parameters"]["memory_bytes"] == 2**29 + 24 * 2_775_208_960
     assert document["sizes_from"] == ["the suite's table of parameters"]
     assert main(["suite", "big.toml", "--plan"]) == 0
     assert "To download: 11 GB" in capsys.readouterr().out
     Path("big.toml").write_text(Path("big.toml").read_text().replace("parameters", "# parameters"))
     assert main(["suite", "big.toml", "--plan"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "size unknown 4 0 ? ? ? Not on this machine: 4 of the checkpoints" in out
+    assert "4 checkpoints, 0 done, to be kept in" in out
+    assert "Not on this machine: 4 of the checkpoints" in out
     assert "Time" not in out
 
 
@@ -296,7 +342,7 @@ def test_a_plan_without_files_and_hub(here, capsys):
         (("lab/tiny-seed{seed}@step{step}",), "--output is missing: name a folder for the suite"),
         (
             ("lab/tiny-seed{seed}@step{step}", "--output", "taken"),
-            "taken already exists and is not the folder of a suite",
+            "taken exists and is not an empty folder: choose another name",
         ),
         (("taken",), "name a folder for the suite; taken is not the folder of a suite"),
         (("suite.toml",), "suite.toml does not exist"),

@@ -235,3 +235,5 @@ def test_the_ranks_of_token_states_are_those_of_a_known_spectrum():
         assert estimate.stderr == pytest.approx(np.sqrt((number - 1) / number * (off**2).sum()), rel=0.1)
     with pytest.raises(IsolossError, match="the states of all tokens are the same"):
         state_ranks(torch.ones(6, 3), torch.arange(6))
+    with pytest.raises(IsolossError, match="an error bar needs at least 2 independent sequences or documents"):
+        state_ranks(torch.randn(6, 3), torch.zeros(6, dtype=torch.int64))

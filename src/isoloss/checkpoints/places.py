@@ -69,28 +69,32 @@ def expand_checkpoints(names: Iterable[str], say: Callable[[str], None] = lambda
 
 
 def series_of(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return checkpoints that are named by steps as series, by what their names have before the step, in its order.
+    """Return series of checkpoints by the part of their names before the step, each in the order of steps.
 
-    A name without a step is a series of its own. Nothing is returned for fewer than three names, or where no two of
-    them are of one series.
+    A name without a step is a series of its own. The result is empty for fewer than three names, if no two belong to
+    one series, or if two have the same series and step.
 
     Example:
         >>> from isoloss.checkpoints.places import series_of
         >>> series_of(["a/checkpoint-20", "a/checkpoint-10", "b"])
         {'a': {10: 'a/checkpoint-10', 20: 'a/checkpoint-20'}, 'b': {0: 'b'}}
     """
-    found: dict[str, dict[int, str]] = {}
+    found: dict[tuple[str, bool], dict[int, str]] = {}
     names = list(names)
     for name in names:
         start = max(name.rfind("/"), name.rfind("@")) + 1
         *_, last = [None, *_IN_SERIES.finditer(name, start)]
         key, step = (name, 0) if last is None else (name[: last.start()].rstrip("/@-_") or "checkpoints", int(last[2]))
-        if step in found.setdefault(key, {}):
+        if step in found.setdefault((key, last is not None), {}):
             return {}  # the step is not all that tells them apart
-        found[key][step] = name
+        found[key, last is not None][step] = name
     if len(names) < 3 or len(found) == len(names):
         return {}
-    return {key: dict(sorted(series.items())) for key, series in found.items()}
+    return {
+        # a Trainer's last model, or the main branch on the hub, is no step 0 of its checkpoints
+        key if has_steps or (key, True) not in found else f"{key} itself": dict(sorted(series.items()))
+        for (key, has_steps), series in found.items()
+    }
 
 
 def _in_folder(folder: Path, say: Callable[[str], None]) -> list[str]:
@@ -124,25 +128,19 @@ def _whole(folders: list[Path], say: Callable[[str], None]) -> list[str]:
 
 
 def _on_hub(pattern: str, revisions: str) -> list[str]:
-    """Return the models on the hub that match, each at the branches and tags that match; no revisions: as it is."""
-    models, ask = [pattern], True
-    if glob.has_magic(pattern):
-        models, ask = _family(pattern)
-    known = {name: _revisions(name, ask=ask) if revisions else {""} for name in models}
-    found = [
-        f"{name}@{revision}" if revision else name
-        for name in models
-        for revision in sorted(fnmatch.filter(known[name], revisions) if revisions else known[name], key=_by_numbers)
-    ]
+    """Return the models on the hub that match, at each branch and tag that matches; without `revisions`, at none."""
+    models, ask = _family(pattern) if glob.has_magic(pattern) else ([pattern], True)
+    if not revisions:
+        return models
+    known = {name: sorted(_revisions(name, ask=ask), key=_by_numbers) for name in models}
+    found = [f"{name}@{revision}" for name in models for revision in fnmatch.filter(known[name], revisions)]
     if not found:
-        name = models[0]
-        there = ", ".join(sorted(known[name], key=_by_numbers))
-        raise IsolossError(f"{name} has no revision {revisions!r}: they are {there}")
+        raise IsolossError(f"{models[0]} has no revision {revisions!r}: they are {', '.join(known[models[0]])}")
     return found
 
 
 def _family(pattern: str) -> tuple[list[str], bool]:
-    """Return the models on the hub that match, and whether the hub answered; else those in the hub's cache."""
+    """Return the models that match, on the hub or, if it does not answer, in its cache; and whether it answers."""
     from huggingface_hub import HfApi, constants, get_session
 
     owner, _, model = pattern.rpartition("/")
@@ -165,7 +163,7 @@ def _family(pattern: str) -> tuple[list[str], bool]:
 
 
 def _revisions(name: str, *, ask: bool) -> set[str]:
-    """Return the branches and tags of a model on the hub; with `ask` false, those that were downloaded."""
+    """Return the branches and tags of a model on the hub; with `ask` false, the downloaded ones."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

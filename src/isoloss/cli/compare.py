@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> int:
     args: Any = options.parse(arguments_class(), "compare", arguments, examples=EXAMPLES, common=COMMON)
     names = places.expand_checkpoints(args.models, common.note)
     models = {name: _last(name) for name in names}
-    _check(args, [models[name] for name in names])
+    _check(args, names, [models[name] for name in names])
     common.use_threads(args.threads)
     import torch
 
@@ -196,7 +196,7 @@ def _last(name: str) -> str:
     return checkpoint
 
 
-def _check(args: Any, models: list[str]) -> None:
+def _check(args: Any, names: list[str], models: list[str]) -> None:
     """Refuse what needs neither a model nor torch to be seen as wrong."""
     if not models:
         raise IsolossError("no checkpoint is named: give folders, or names on the Hugging Face hub")
@@ -219,7 +219,8 @@ def _check(args: Any, models: list[str]) -> None:
     if args.data is not None:
         hub_datasets.check_data(args.data)
     machine.check_device(args.loading.device)
-    if args.parquet is not None:
+    # the page of series has charts, which are made of a table
+    if args.parquet is not None or (args.html is not None and places.series_of(names)):
         require_package("polars")
     if args.output is not None:
         files.check_writable(args.output)

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from isoloss.checkpoints.places import check_checkpoint, expand_checkpoints
 from isoloss.cli import common, options
 from isoloss.errors import IsolossError, printable, require_package
 from isoloss.registry import EXECUTORS, STUDIES
-from isoloss.runs import Run
+from isoloss.runs import Run, last_checkpoint
 from isoloss.statistics.estimate import number, rounded
 from isoloss.statistics.tables import short_names
 from isoloss.studies.run.attempt import EXPIRY_SECONDS
@@ -509,7 +509,7 @@ STUDY = Study(
 def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
     if not (hub_datasets.is_dataset(data) or data.exists()):
         raise IsolossError(f"there is no data {data}{files.nearest(data)}")
-    found = list(dict.fromkeys(expand_checkpoints(map(_last_of_run, checkpoints), common.note)))
+    found = list(dict.fromkeys(expand_checkpoints(map(last_checkpoint, checkpoints), common.note)))
     for checkpoint in found:
         check_checkpoint(checkpoint)
     called: dict[str, str] = {}
@@ -524,12 +524,6 @@ def _external_study(name: str, checkpoints: Sequence[str], data: Path) -> str:
         data=quoted(str(data)),
         checkpoints="\n".join(f"    {quoted(key)}: {quoted(value)}," for key, value in called.items()),
     )
-
-
-def _last_of_run(name: str) -> str:
-    """Return the last checkpoint of a run of isoloss; anything else as it is."""
-    run = Run(Path(name).expanduser())
-    return str(run.checkpoint(max(run.steps()))) if run.exists and run.steps() else name
 
 
 # --- units, how far along each is, and the time that is left ---------------------------------------------------------
@@ -552,7 +546,7 @@ def _document(folder: StudyFolder, states: Sequence[UnitStatus], workers: int) -
         "folder": str(folder.path),
         "workers": workers,
         "remaining_seconds": {name: round(value, 1) for name, value in left.items()},
-        "needed_for": _costs(states),
+        "needed_for": costs_of(states),
         "units": [
             {
                 "unit": status.unit.name,
@@ -604,7 +598,12 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int)
             f"Secondary tests: {secondary}; p of each is adjusted for all of them, also where some cannot be made."
         )
     common.say("")
-    costs = _costs(states)
+    print_costs(costs_of(states), "The rest, by what it is needed for")
+    common.say_wrapped("A unit that several rows need counts in each.")
+
+
+def print_costs(costs: Mapping[str, Mapping[str, float]], title: str) -> None:
+    """Print the result of `costs_of` as a table."""
     columns = {
         "trained": [cost["trained"] for cost in costs.values()],
         "units": [cost["units"] for cost in costs.values()],
@@ -615,11 +614,10 @@ def _print_plan(folder: StudyFolder, states: Sequence[UnitStatus], workers: int)
     }
     # left out where nothing is needed or known
     shown = {name: map(rough, column) for name, column in columns.items() if any(column)}
-    common.print_table("The rest, by what it is needed for", ("", *shown), zip(costs, *shown.values(), strict=True))
-    common.say_wrapped("A unit that several rows need counts in each.")
+    common.print_table(title, ("", *shown), zip(costs, *shown.values(), strict=True))
 
 
-def _costs(states: Sequence[UnitStatus]) -> dict[str, dict[str, float]]:
+def costs_of(states: Sequence[UnitStatus]) -> dict[str, dict[str, float]]:
     """Return what the units that are left cost, by what they are needed for."""
     from isoloss.studies.status import by_purpose
 

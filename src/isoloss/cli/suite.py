@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss import config as configs
 from isoloss import files, interrupts
 from isoloss.cli import common, options
-from isoloss.cli.study import duration, executor_of, rough, submit_parameters
+from isoloss.cli.study import costs_of, duration, executor_of, print_costs, rough, submit_parameters
 from isoloss.errors import IsolossError, naming_extras, require_package
 from isoloss.lab.evaluation.measures.base import measure_class
 from isoloss.registry import MEASURES
@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
         # before anything is measured: what the table takes is there, and every file can be read
         require_package("polars")
         outcomes = read_outcomes(imported, folder.members)
-        folder.refuse_measured(outcomes)
+        folder.check_outcomes(outcomes, args.predict)
         status = _run(folder, args)
         if status == interrupts.status():
             return status
@@ -128,13 +128,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _folder(args: Any) -> SuiteFolder:
-    """Return the suite that the arguments are of, with the settings that they give."""
+    """Return the suite that is named, with the settings of the command line."""
     from isoloss.suites.run import SuiteFolder
 
     if not args.checkpoints:
-        raise IsolossError(
-            "no checkpoint is named: give folders, names on the Hugging Face hub, patterns, or a TOML file"
-        )
+        raise IsolossError("no checkpoint is named: give folders, names on the Hugging Face hub, patterns or a file")
     first, path = Path(args.checkpoints[0]), args.output
     given = {name: getattr(args, name) for name in _IN_CONFIG}
     given |= {"texts": dict(map(_text, args.data)), "inputs": args.inputs, "settings": args.measure}
@@ -148,14 +146,17 @@ def _folder(args: Any) -> SuiteFolder:
             return stored
         path, config = stored.path, stored.config
     elif len(args.checkpoints) == 1 and first.suffix == ".toml":
-        config, path = configs.read_toml(SuiteConfig, first), path or Path(first.stem)
+        config = configs.read_toml(SuiteConfig, first)
+        if path is None:
+            path = Path(first.stem)
+            common.note(f"the folder of the suite is {path}")
     else:
         config = SuiteConfig(checkpoints=args.checkpoints)
     if path is None:
         is_other = f"; {first} is not the folder of a suite" if len(args.checkpoints) == 1 and first.is_dir() else ""
         raise IsolossError(f"--output is missing: name a folder for the suite{is_other}")
-    if path.exists() and not (path / RECORD).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise IsolossError(f"{path} already exists and is not the folder of a suite: choose another --output")
+    if not (path / RECORD).exists():
+        files.check_new(path)
     directory = stored.directory if stored else os.getcwd()
     with contextlib.chdir(directory):
         config = replaced(config, changes)
@@ -199,6 +200,11 @@ def _run(folder: SuiteFolder, args: Any) -> int:
     except KeyboardInterrupt:
         common.note("stopped; the results so far are kept, and the same command resumes")
         return interrupts.status()
+    except IsolossError as error:
+        # a checkpoint that cannot be loaded ends the workers of Slurm without a unit done: the table has its reason
+        if not all((folder.path / "checkpoints" / unit.name / "problem.json").exists() for unit in loop.todo):
+            raise
+        common.note(str(error))
     return 0 if not loop.todo else 2
 
 
@@ -232,78 +238,58 @@ def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
 
 
 def _sentences(answers: Sequence[Association]) -> Iterator[str]:
-    """Yield what is shown, the strongest of what is not, and one sentence for each reason why pairs are not known."""
-    known = {each.sentence(): (not each.shown, -abs(each.pearson.value)) for each in answers if each.pearson}
+    """Yield the answers that are shown, the strongest others, and a sentence for each reason why pairs are unknown."""
+    from isoloss.statistics.association import strongest_first
+
+    known = strongest_first(each for each in answers if each.pearson)
     count = sum(each.shown for each in answers) + _FEW
-    yield from sorted(known, key=known.__getitem__)[:count]
+    yield from (each.sentence() for each in known[:count])
     if len(known) > count:
         yield f"{len(known) - count} more pairs are not shown, with weaker correlations: they are on the page."
-    unknown: dict[str, list[Association]] = {}
-    for each in answers:
-        if each.pearson is None:
-            unknown.setdefault(each.problem, []).append(each)
-    for problem, pairs in unknown.items():
-        many = f"{len(pairs)} of {len(answers)} pairs, such as {pairs[0].measure} and {pairs[0].outcome}"
-        yield pairs[0].sentence() if len(pairs) == 1 else f"At one loss, nothing is known of {many}: {problem}."
+    for problem in dict.fromkeys(each.problem for each in answers if each.problem):
+        first, *more = [each for each in answers if each.problem == problem]
+        many = f"{1 + len(more)} of {len(answers)} pairs, such as {first.measure} and {first.outcome}"
+        yield f"At one loss, nothing is known of {many}: {problem}." if more else first.sentence()
 
 
 def _plan(folder: SuiteFolder, args: Any) -> int:
-    """Say what a suite takes, by the number of parameters."""
+    """Print the cost of what is left of a suite, by the number of parameters."""
     from isoloss.studies.status import remaining, statuses
     from isoloss.suites.sizes import sizes
 
     known = sizes(folder.config, folder.members)
     states = statuses(folder.units({name: size.parameters for name, size in known.items()}), folder.path)
+    measured = [state.unit.group for state in states if state.is_measured]
+    costs = costs_of([state for state, size in zip(states, known.values(), strict=True) if size.parameters is not None])
+    for unit in (state.unit for state in states):
+        # until a size is measured, `statuses` takes the memory from other sizes
+        if unit.group in costs and unit.group not in measured and unit.expected is not None:
+            costs[unit.group]["memory_bytes"] = unit.expected.memory or 0
     left = remaining(states, args.workers)
-    rows: dict[str, dict[str, Any]] = {}
-    for group in dict.fromkeys(status.unit.group for status in states):
-        alike = [status for status in states if status.unit.group == group]
-        of_states = zip(states, known.values(), strict=True)
-        downloads = [size.download for status, size in of_states if status.unit.group == group]
-        unit, is_measured = alike[-1].unit, any(status.is_measured for status in alike)
-        rows[group] = {
-            "checkpoints": len(alike),
-            "done": sum(status.state == "done" for status in alike),
-            "download": None if None in downloads else sum(filter(None, downloads)),
-            "hours": remaining(alike, args.workers).core_seconds / 3600,
-            "memory": alike[-1].memory if is_measured or unit.expected is None else unit.expected.memory,
-        }
-    sources = sorted({size.source for size in known.values() if size.parameters is not None})
-    unknown = [name for name, size in known.items() if size.parameters is None]
-    measured = sum(status.is_measured for status in states)
-    basis = f"{measured} checkpoints measured here" if measured else _GUESS
-    hours = "GPU-hours" if left.gpu_seconds else "core-hours"
+    about: dict[str, Any] = {
+        "checkpoints": len(states),
+        "download_bytes": sum(size.download or 0 for size in known.values()),
+        "seconds": left.with_workers,
+        "sizes": costs,
+        "sizes_from": sorted({size.source for size in known.values() if size.parameters is not None}),
+        "time_from": f"{len(measured)} checkpoints measured here" if measured else _GUESS,
+        "unknown": [name for name, size in known.items() if size.parameters is None],
+    }
     if args.json:
-        common.emit_json({"sizes": rows, "seconds": left.with_workers, "sizes_from": sources, "time_from": basis})
+        common.emit_json(about)
         return 0
-    cells = [
-        (
-            name,
-            row["checkpoints"],
-            row["done"],
-            _amount(row["download"]),
-            "?" if row["memory"] is None else rough(row["hours"]),
-            _amount(row["memory"]),
-        )
-        for name, row in rows.items()
-    ]
-    columns = ("size", "checkpoints", "done", "download (GB)", hours, "memory (GB)")
-    common.print_table(f"{len(states)} checkpoints, to be kept in {folder.path}", columns, cells)
-    download = [row["download"] for row in rows.values()]
-    total = "unknown" if None in download else f"{rough(sum(download) / 1e9)} GB"
-    if sources or measured:
+    done = sum(state.state == "done" for state in states)
+    common.say(f"{len(states)} checkpoints, {done} done, to be kept in {folder.path}")
+    if costs:
+        print_costs(costs, "The rest, by size")
         common.say_wrapped(
-            f"To download: {total}. Time: {duration(left.with_workers)} with {args.workers} workers, "
-            f"{rough((left.gpu_seconds or left.core_seconds) / 3600)} {hours}. "
-            f"Sizes are from {' and '.join(sources) or 'nothing'}, times and memory from {basis}."
+            f"To download: {rough(about['download_bytes'] / 1e9)} GB. Time: {duration(left.with_workers)} with "
+            f"{args.workers} workers. Sizes are from {' and '.join(about['sizes_from'])}, times and memory from "
+            f"{about['time_from']}."
         )
-    if unknown:
+    if unknown := about["unknown"]:
         common.say_wrapped(
             f"Not on this machine: {len(unknown)} of the checkpoints, and nothing tells their size or time (first: "
             f"{unknown[0]}). Train or download them first, or give the table `parameters`."
         )
     return 0
-
-
-def _amount(amount: int | None) -> str:
-    return "?" if amount is None else rough(amount / 1e9)

@@ -33,14 +33,16 @@ class Kept:
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self._folder, given = folder, json.loads(json.dumps(about))
         if not (folder / _ABOUT).is_file():
-            files.check_new(folder)
+            # a kill may have left the beginning of that file
+            if not (folder.is_dir() and all(path.name.startswith(files.TEMPORARY) for path in folder.iterdir())):
+                files.check_new(folder)
             files.write_sealed(folder / _ABOUT, given)
         known = files.read_sealed(folder / _ABOUT, _REMEDY)
         if other := [name for name, value in given.items() if known.get(name) != value]:
             raise IsolossError(f"{folder} has a comparison with other {' and '.join(other)}: choose another folder")
 
     def read(self, model: str, identity: Mapping[str, str]) -> tuple[dict[str, Estimate], str] | None:
-        """Return the estimates of a model and the text that `write` was given; None: it is to be measured."""
+        """Return the estimates of a model and the reason that `write` was given; None: it is to be measured."""
         path = self._path(model)
         influences = path.with_suffix(".safetensors")
         if not (path.is_file() and influences.is_file()):
@@ -58,7 +60,7 @@ class Kept:
     def write(
         self, model: str, identity: Mapping[str, str], estimates: Mapping[str, Estimate], no_minimal: str
     ) -> None:
-        """Keep the estimates of a model, whose weights the identity tells, and why minimal traces are left out."""
+        """Keep the estimates of a model, which the identity tells, and why it has no minimal trace of its own."""
         path = self._path(model)
         influences = {name: each.influence for name, each in estimates.items() if each.influence is not None}
         data = arrays.save(influences)

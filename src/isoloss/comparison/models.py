@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isoloss.checkpoints.places import series_of
-from isoloss.comparison.series import Pair, Series, jumps, moves, pairs, summary
+from isoloss.comparison.series import Pair, Series, jumps, pairs, summary
 from isoloss.comparison.verdict import (
     REASONS,
     TraceComparison,
@@ -159,10 +159,7 @@ class ModelComparison(TraceComparison):
     ) -> Verdict:
         """Return which model is the flattest, or why that cannot be said.
 
-        Args:
-            loss_margin: Nats per predicted token within which two losses count as the same; None: the comparison's.
-            min_ratio: The smallest ratio of two traces that counts as a difference; None: the comparison's.
-            more: What would make the errors smaller.
+        Arguments are those of `TraceComparison.verdict`; None: the comparison's.
         """
         return verdict(
             self,
@@ -189,14 +186,11 @@ class ModelComparison(TraceComparison):
     def _of_series(self) -> list[Answer]:
         """Return an answer for each measure of one series; of several, an answer on each pair of them."""
         (first, series), *others = self.series.items()
-        if not others:
-            answers = []
-            for name, title in self.along.items():
-                answer, detail = moves(self, series, name)
-                question = f"{title[0].upper()}{title[1:]}?"
-                answers.append(Answer(question=question, answer=f"It {answer}", detail=detail, holds=None))
-            return answers
         answers = []
+        for name, title in self.along.items() if not others else ():
+            moved, detail = self._moves(series, name)
+            question = f"{title[0].upper()}{title[1:]}?"
+            answers.append(Answer(question=question, answer=f"It {moved}", detail=detail, holds=None))
         for other, found in self.pairs_at_one_loss.items():
             answer, detail, flattest = "No verdict: the losses never overlap", "", None
             if found:
@@ -219,12 +213,27 @@ class ModelComparison(TraceComparison):
         shown = [name for name in ("loss", *self.traces, "int4_loss", *self.tasks) if name in self.paired]
         return {name: self.titles[name] for name in shown}
 
+    def _moves(self, series: Series, name: str) -> tuple[str, str]:
+        """Return how an estimate changes from the first step to the last one, in words, and by how much."""
+        first, *_, last = series.values()
+        values = [number(self.shown(name, self.models[model][name])) for model in (first, last)]
+        if name in self.traces:
+            ratio, (low, high) = self.ratio(name, last, first)
+            detail = f"{in_digits(ratio)} times, 95 % {in_digits(low)} to {in_digits(high)}"
+            low, high = low - 1, high - 1
+        else:
+            difference = self.shown(name, self.difference(name, last, first))
+            low, high = difference.ci95
+            detail = f"difference {number(difference)}, 95 % {interval(difference)}"
+        word = "rises" if low > 0 else "falls" if high < 0 else "is not shown to change,"
+        return f"{word} from {values[0]} to {values[1]}", detail
+
     def _series_texts(self, more: str) -> list[str]:
         texts = []
         for name, series in self.series.items():
             if len(series) > 1:
                 steps = list(series)
-                moved = (f"{title} {' ('.join(moves(self, series, each))})" for each, title in self.along.items())
+                moved = (f"{title} {' ('.join(self._moves(series, each))})" for each, title in self.along.items())
                 texts.append(f"{name}, from step {steps[0]:,} to {steps[-1]:,}: {'; '.join(moved)}.")
                 texts += jumps(self, series, self.short)
         texts += copies_in_words(self, self.short).values()
@@ -234,6 +243,8 @@ class ModelComparison(TraceComparison):
                 texts.append(summary(found, first, other, more))
                 continue
             texts.append(f"The losses of {first} and {other} never overlap, so they have no pair at one loss.")
+        if any(self.pairs_at_one_loss.values()) and len(self.titles) > len(self.traces) + 1:
+            texts.append("At one loss, only the traces are compared: all else is of each checkpoint at its own loss.")
         return texts
 
     def _states(self, task: str) -> str:

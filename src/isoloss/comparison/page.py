@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from markupsafe import Markup
 
@@ -93,11 +94,13 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
         title = f"At one loss, which is flatter: {' or '.join(comparison.series)}?"
     columns = [data.column_of(name, "nats per token") for name in comparison.along]
     shown = [dataclasses.replace(c, title=TITLES.get(c.name, c.title).capitalize()) for c in columns]
+    sizes = {model: trace.details["num_parameters"] for model, trace in comparison.of("trace").items()}
+    has_markers = len(set(sizes.values())) <= len(data.MARKERS)
     rows = []
     for name, series in comparison.series.items():
         for step, model in series.items():
-            parameters = comparison.models[model]["trace"].details["num_parameters"]
-            row = {"run": name, "group": name, "size": f"{parameters:,}", "parameters": parameters, "step": step}
+            size = f"{sizes[model]:,}" if has_markers else "various"
+            row = {"run": name, "group": name, "size": size, "parameters": sizes[model], "step": step}
             for column in shown:
                 estimate = comparison.models[model][column.name]
                 row |= {column.name: estimate.value, column.stderr_column: estimate.stderr}
@@ -116,7 +119,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
                 drawn.append(Interval(row=at, series=other, value=ratio, low=low, high=high, text=text))
         title_of = f"{column.title}, ratio to {first}"
         panels.append(IntervalPanel(title=title_of, intervals=drawn, reference=1.0, log=True))
-    if panels and panels[0].intervals:
+    if panels[0].intervals and len(others) <= len(data.COLORS):
         at_one = (
             "A row for each loss that both series reach; a series without a checkpoint at this loss is interpolated."
         )
@@ -155,35 +158,16 @@ def _rows(comparison: ModelComparison) -> Iterator[IntervalRow]:
         if name not in comparison.paired and values:
             yield IntervalRow(label=title, effect="", values=values)
         for other in others if name in comparison.paired else ():
-            label = title if len(others) == 1 else names[other]
-            group = "" if len(others) == 1 else title
+            shown: dict[str, Any]
             if name in _RATIOS:
-                ratio, (low, high) = comparison.ratio(name, other, first)
-                yield IntervalRow(
-                    label=label,
-                    effect=f"× {in_digits(ratio)}",
-                    interval=f"{in_digits(low)} to {in_digits(high)}",
-                    value=ratio,
-                    low=low,
-                    high=high,
-                    reference=1.0,
-                    log=True,
-                    scale="traces",
-                    group=group,
-                    values=values,
-                )
+                value, (low, high) = comparison.ratio(name, other, first)
+                shown = {"effect": f"× {in_digits(value)}", "interval": f"{in_digits(low)} to {in_digits(high)}"}
+                shown |= {"reference": 1.0, "log": True, "scale": "traces"}
             else:
                 difference = comparison.shown(name, comparison.difference(name, other, first))
-                low, high = difference.ci95
-                yield IntervalRow(
-                    label=label,
-                    effect=number(difference),
-                    interval=interval(difference),
-                    value=difference.value,
-                    low=low,
-                    high=high,
-                    scale=name,
-                    claimed=(-comparison.loss_margin, comparison.loss_margin) if name == "loss" else None,
-                    group=group,
-                    values=values,
-                )
+                value, (low, high) = difference.value, difference.ci95
+                shown = {"effect": number(difference), "interval": interval(difference), "scale": name}
+                if name == "loss":
+                    shown["claimed"] = (-comparison.loss_margin, comparison.loss_margin)
+            label, group = (title, "") if len(others) == 1 else (names[other], title)
+            yield IntervalRow(label=label, group=group, values=values, value=value, low=low, high=high, **shown)

@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from isoloss.comparison.verdict import TraceComparison, in_digits, same_models
+from isoloss.comparison.verdict import TraceComparison, in_digits
 from isoloss.statistics.comparison import linear_combination
-from isoloss.statistics.estimate import Estimate, interval, number
+from isoloss.statistics.estimate import Estimate, number
 from isoloss.statistics.jumps import JUMP, find_jumps
 from isoloss.statistics.significance import equivalence
 
@@ -75,8 +75,9 @@ def pairs(
 
     A checkpoint is paired with the checkpoint of the other series whose loss is the nearest, if both losses are shown
     to be the same within the margin; else with the last two neighbors whose losses enclose its own, interpolated.
-    Nothing is extrapolated.
+    Nothing is extrapolated. Copies of an earlier checkpoint of their series have no pair of their own.
     """
+    first, second = ((name, without_copies(comparison, series)) for name, series in (first, second))
     found: list[Pair] = []
     paired: set[str] = set()
     for (name, series), (other_name, others) in ((second, first), (first, second)):
@@ -137,33 +138,22 @@ def _pair(
     return Pair(first=first, second=second, loss=loss, comparison=of_two)
 
 
-def moves(comparison: TraceComparison, series: Series, name: str) -> tuple[str, str]:
-    """Return how the estimate called `name` changes from the first step to the last one, in words, and by how much."""
-    *_, last = series.values()
-    first = next(iter(series.values()))
-    values = [number(comparison.models[model][name]) for model in (first, last)]
-    if name in comparison.traces:
-        ratio, (low, high) = comparison.ratio(name, last, first)
-        word = "rises" if low > 1 else "falls" if high < 1 else "is not shown to change"
-        detail = f"{in_digits(ratio)} times, 95 % {in_digits(low)} to {in_digits(high)}"
-    else:
-        difference = comparison.difference(name, last, first)
-        low, high = difference.ci95
-        word = "rises" if low > 0 else "falls" if high < 0 else "is not shown to change"
-        detail = f"difference {number(difference)}, 95 % {interval(difference)}"
-    return f"{word}{',' * (word not in ('rises', 'falls'))} from {values[0]} to {values[1]}", detail
+def without_copies(comparison: TraceComparison, series: Series) -> Series:
+    """Return a series without the checkpoints that are copies of an earlier one of it."""
+    first = {comparison.originals[model]: step for step, model in reversed(list(series.items()))}
+    return {step: model for step, model in series.items() if first[comparison.originals[model]] == step}
 
 
 def jumps(comparison: TraceComparison, series: Series, names: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each jump of loss or trace along a series; copies of another checkpoint are left out."""
-    originals = same_models(comparison)
-    models = [model for model in series.values() if originals[model] == model]
+    steps, models = zip(*without_copies(comparison, series).items(), strict=True)
+    lengths = [after - before for before, after in itertools.pairwise(steps)]
     for name in ("loss", "trace"):
         # a trace moves by factors
         move = comparison.difference if name == "loss" else comparison.log_ratio
         found = [move(name, after, before) for before, after in itertools.pairwise(models)]
         # a comparison has no trace that is not above 0
-        for place in find_jumps([each.ci95 for each in found if each is not None]):
+        for place in find_jumps([each.ci95 for each in found if each is not None], lengths):
             before, after = models[place : place + 2]
             size = f"by {number(comparison.difference('loss', after, before))} nats"
             if name == "trace":

@@ -204,7 +204,7 @@ def compare_traces(
         granularity=granularity,
     )
     done: dict[str, dict[str, Estimate]] = {}
-    weights, architectures = dict[str, str](), dict[str, str]()
+    weights, architectures, first = dict[str, str](), dict[str, str](), dict[str, str]()
 
     def so_far() -> TraceComparison | None:
         if not done:
@@ -225,23 +225,22 @@ def compare_traces(
                 model = given if isinstance(given, nn.Module) else given()
             weights[name] = files.tensors_sha256(model.named_parameters())
             architectures[name] = _architecture(model)
+            function = {"weights": weights[name], "architecture": architectures[name], "others": _beside_weights(model)}
             # the first model decides what all of them have in common
-            identity = {
-                "weights": weights[name],
-                "architecture": architectures[name],
-                "first": next(iter(weights.values())),
-            }
+            first = first or function
+            identity = function | {f"first {what}": value for what, value in first.items()}
             known = None if kept is None else kept.read(name, identity)
-            if known is not None:
-                estimates, no_minimal = known
-                shared.restore(name, model, estimates["trace"], no_minimal)
+            if known is not None and shared.restores(name, model, *known):
+                estimates = known[0]
             else:
+                before = shared.no_minimal
                 estimates = shared.measure(name, model, None if progress is None else functools.partial(progress, name))
                 if extra_estimates is not None:
                     with naming(name):
                         estimates |= extra_estimates(model)
                 if kept is not None:
-                    kept.write(name, identity, estimates, shared.no_minimal)
+                    # of a model before it, the reason may be gone the next time
+                    kept.write(name, identity, estimates, "" if before else shared.no_minimal)
         except KeyboardInterrupt as stop:
             partial = stop.partial if isinstance(stop, InterruptedEstimate) else None
             if not done and not isinstance(stop, InterruptedEstimate):
@@ -325,12 +324,15 @@ class _Shared:
         self._leave(name, trace)
         return estimates
 
-    def restore(self, name: str, model: nn.Module, trace: Estimate, no_minimal: str) -> None:
-        """Go on as if the model had been measured now, with this trace, and `no_minimal` after it."""
+    def restores(self, name: str, model: nn.Module, estimates: Mapping[str, Estimate], no_minimal: str) -> bool:
+        """Go on as if the model had been measured now with these estimates; false where one of them is missing."""
+        if self.has_minimal and not no_minimal and "minimal-trace" not in estimates:
+            return False
         self._enter(name, model)
-        _check_paired(trace, self.traces)
-        self.no_minimal = no_minimal
-        self._leave(name, trace)
+        _check_paired(estimates["trace"], self.traces)
+        self.no_minimal = self.no_minimal or no_minimal
+        self._leave(name, estimates["trace"])
+        return True
 
     def _enter(self, name: str, model: nn.Module) -> Outline:
         outline = Outline.of(name, model, self.causal)
@@ -392,6 +394,14 @@ def _architecture(model: nn.Module) -> str:
     config = getattr(plain, "config", None)
     heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     return hashlib.sha256(repr((layers, shapes, heads)).encode()).hexdigest()
+
+
+def _beside_weights(model: nn.Module) -> str:
+    """Return the SHA-256 of what decides a model's predictions beside its parameters: its config and buffers."""
+    config: Any = getattr(unwrapped(model), "config", None)
+    settings = config.to_dict() if hasattr(config, "to_dict") else {}
+    settings = {key: value for key, value in settings.items() if key not in ("_name_or_path", "transformers_version")}
+    return hashlib.sha256(f"{settings} {files.tensors_sha256(model.named_buffers())}".encode()).hexdigest()
 
 
 def _without_embeddings(trace: Estimate, rest: Weighted) -> Estimate:

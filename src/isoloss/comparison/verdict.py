@@ -164,6 +164,22 @@ class TraceComparison(Tabular):
         # kept, as they are drawn for three models and more; a cached property is stored in a frozen dataclass too
         return {}
 
+    @functools.cached_property
+    def originals(self) -> dict[str, str]:
+        """For each model the first one that is the same function, or itself."""
+        weights, architectures = self.weights, self.architectures
+        found: dict[str, str] = {}
+
+        def are_one(one: str, other: str) -> bool:
+            # another config makes another function of the same weights, however near the losses of small weights are
+            is_other_function = weights[one] == weights[other] and architectures[one] != architectures[other]
+            is_made = not {one, other}.isdisjoint(self.interpolated)
+            return not is_made and not is_other_function and _is_rounding(self.difference("loss", one, other))
+
+        for name in weights:
+            found[name] = next((one for one in dict.fromkeys(found.values()) if are_one(one, name)), name)
+        return found
+
     def _estimate(self, model: str, name: str) -> Estimate:
         for kind, wanted, known in (("model", model, tuple(self.models)), ("estimate", name, self.names)):
             if wanted not in known:
@@ -188,9 +204,14 @@ class TraceComparison(Tabular):
         """Return which model is the flattest, or why that cannot be said.
 
         Args:
-            loss_margin: Nats per predicted token within which two losses count as the same.
-            min_ratio: The smallest ratio of two traces that counts as a difference.
+            loss_margin: Margin in nats per predicted token within which losses count as the same: by two one-sided
+                tests at 5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
+            min_ratio: The smallest ratio of two traces that counts: the flattest model's trace and minimal trace are
+                smaller than any other's by this factor at least.
             more: What would make the errors smaller.
+
+        Raises:
+            IsolossError: The margin is not above 0, or the ratio is below 1.
         """
         return verdict(self, loss_margin=loss_margin, min_ratio=min_ratio, more=more)
 
@@ -279,34 +300,13 @@ def verdict(
     more: str = "more inputs",
     with_tasks: bool = False,
 ) -> Verdict:
-    """Return the verdict on models that were compared.
+    """Return the verdict on models that were compared; for `TraceComparison.verdict`, which says more.
 
-    Args:
-        comparison: What `isoloss.compare_traces` returned for them.
-        loss_margin: Margin in nats per predicted token within which losses count as the same: by two one-sided tests at
-            5 % (`isoloss.statistics.significance`), of each model against the one with the smallest trace.
-        min_ratio: The smallest ratio of two traces that counts: the flattest model's trace and minimal trace are
-            smaller than any other's by this factor at least.
-        names: What the models are called; None: their names.
-        more: What would make the errors smaller.
-        with_tasks: Whether the models were compared on a task, so that this is no next step.
-
-    Raises:
-        IsolossError: The margin is not above 0, or the ratio is below 1.
-
-    Example:
-        >>> import torch
-        >>> from isoloss import compare_traces
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
-        >>> model = GPT2LMHeadModel(config).eval()
-        >>> ids = torch.randint(0, 8, (16, 4))
-        >>> print(compare_traces({"a": model, "b": model}, [{"input_ids": ids, "labels": ids}]).verdict())
-        a and b have identical weights. There is nothing to compare.
+    `names` is what the models are called; `with_tasks`: they were compared on a task, so that this is no next step.
     """
     at_least("min_ratio", min_ratio, 1)
     names = names or {model: model for model in comparison.models}
-    originals, copies = same_models(comparison), copies_in_words(comparison, names)
+    originals, copies = comparison.originals, copies_in_words(comparison, names)
     same = list(copies.values())
     number = len(set(originals.values()))
     if number == 1:
@@ -322,7 +322,7 @@ def verdict(
         )
         for trace in comparison.traces
     }
-    against = dict(_reasons(comparison, originals, best, chances, names, loss_margin, min_ratio, more))
+    against = dict(_reasons(comparison, best, chances, names, loss_margin, min_ratio, more))
     if against:
         text = ["No verdict on which is the flattest.", *against.values()]
         steps = _next(against, more, with_tasks, is_series=bool(series_of(comparison.models)))
@@ -330,7 +330,7 @@ def verdict(
         return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
     ratios = [
         f"its {trace.replace('-', ' ')} is {times_in_words(ratio, interval)} {names[other]}'s"
-        for trace, (other, ratio, interval) in _rivals(comparison, originals, best).items()
+        for trace, (other, ratio, interval) in _rivals(comparison, best).items()
     ]
     sentence = (
         f"{names[best['trace']]} is the flattest: {_listed(ratios)}, at the same loss as the other{'s' * (number > 2)} "
@@ -339,26 +339,10 @@ def verdict(
     return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
 
 
-def same_models(comparison: TraceComparison) -> dict[str, str]:
-    """Return for each model the first one that is the same function, or itself."""
-    weights, architectures = comparison.weights, comparison.architectures
-    originals: dict[str, str] = {}
-
-    def are_one(one: str, other: str) -> bool:
-        # another config makes another function of the same weights, however near the losses of small weights are
-        is_other_function = weights[one] == weights[other] and architectures[one] != architectures[other]
-        is_made = not {one, other}.isdisjoint(comparison.interpolated)
-        return not is_made and not is_other_function and _is_rounding(comparison.difference("loss", one, other))
-
-    for name in weights:
-        originals[name] = next((one for one in dict.fromkeys(originals.values()) if are_one(one, name)), name)
-    return originals
-
-
 def copies_in_words(comparison: TraceComparison, names: Mapping[str, str]) -> dict[Reason, str]:
     """Return a sentence on the models that have the weights of another one, and one on those of its function."""
     copies: dict[Reason, list[str]] = {"weights": [], "function": []}
-    for name, other in same_models(comparison).items():
+    for name, other in comparison.originals.items():
         if other != name:
             is_copy = comparison.weights[other] == comparison.weights[name]
             copies["weights" if is_copy else "function"].append(f"{names[other]} and {names[name]}")
@@ -371,7 +355,6 @@ def copies_in_words(comparison: TraceComparison, names: Mapping[str, str]) -> di
 
 def _reasons(
     comparison: TraceComparison,
-    originals: Mapping[str, str],
     best: Mapping[str, str],
     chances: Mapping[str, float],
     names: Mapping[str, str],
@@ -393,7 +376,7 @@ def _reasons(
             "activation or heads.",
         )
         return
-    rivals = _rivals(comparison, originals, best)
+    rivals = _rivals(comparison, best)
     smallest = [
         f"the smallest {trace.replace('-', ' ')}, {times_in_words(ratio, interval)} {names[other]}'s (probability "
         f"{probability(chances[trace])})"
@@ -429,9 +412,9 @@ def _reasons(
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
     # last: a rare input is a reason only where there would be a verdict otherwise
-    elif warning := _rarity(comparison, originals, best["trace"], names):
+    elif warning := _rarity(comparison, best["trace"], names):
         yield "rare", f"{said}, but {warning}."
-    others = [name for name in originals if originals[name] == name != best["trace"]]
+    others = [name for name, original in comparison.originals.items() if original == name != best["trace"]]
     differences = {name: comparison.difference("loss", name, best["trace"]) for name in others}
     apart = {name: each for name, each in differences.items() if not equivalence(each, loss_margin).shown}
     if apart:
@@ -463,13 +446,11 @@ def _conventions(least: Estimate) -> tuple[str, ...]:
     return tuple(details["gauged"])
 
 
-def _rivals(
-    comparison: TraceComparison, originals: Mapping[str, str], best: Mapping[str, str]
-) -> dict[str, tuple[str, float, tuple[float, float]]]:
+def _rivals(comparison: TraceComparison, best: Mapping[str, str]) -> dict[str, tuple[str, float, tuple[float, float]]]:
     """Return by trace the model that comes next to the best, and the ratio of the best to it with its interval."""
     rivals = {}
     for trace, first in best.items():
-        other = next(name for name in comparison.ranking(trace) if originals[name] != first)
+        other = next(name for name in comparison.ranking(trace) if comparison.originals[name] != first)
         rivals[trace] = other, *comparison.ratio(trace, first, other)
     return rivals
 
@@ -485,7 +466,7 @@ def in_digits(ratio: float) -> str:
     return f"{ratio:#.3g}".rstrip(".")
 
 
-def _rarity(comparison: TraceComparison, originals: Mapping[str, str], best: str, names: Mapping[str, str]) -> str:
+def _rarity(comparison: TraceComparison, best: str, names: Mapping[str, str]) -> str:
     """Return a warning where one input makes up much of the error of a difference, and the verdict rests on it.
 
     With s_i the part of input i in the squared error, that error is worth 1 / sum s_i^2 equal inputs (Satterthwaite,
@@ -494,7 +475,7 @@ def _rarity(comparison: TraceComparison, originals: Mapping[str, str], best: str
     """
     differences = {}
     for trace in comparison.traces:
-        for name in (name for name in originals if originals[name] != best):
+        for name in (name for name, original in comparison.originals.items() if original != best):
             difference = comparison.difference(trace, name, best)
             assert difference.influence is not None
             squares = np.square(difference.influence)

@@ -98,7 +98,6 @@ def critical_sharpness(
     *,
     direction: Mapping[str, torch.Tensor] | None = None,
     causal: bool | None = None,
-    num_sequences: int | None = None,
 ) -> Estimate:
     """Measure 2 over the smallest step along an update at which the mean loss is back at its start.
 
@@ -120,7 +119,6 @@ def critical_sharpness(
         direction: The parts of v by the names of all trainable parameters; its length counts. None: the negative
             gradient of L.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
-        num_sequences: Stop after this many sequences; None: at the end of the batches.
 
     Returns:
         The critical sharpness, in nats per predicted token and squared unit of length along the gradient. The details
@@ -139,7 +137,7 @@ def critical_sharpness(
         >>> sharpness.value == 2 / sharpness.details["step"]
         True
     """
-    loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
+    loss = MeanLoss(model, batches, causal=causal)
     positions, gradient = loss.positions(), loss.gradient()
     along = -gradient if direction is None else _flat(loss, direction).to(gradient)
     slope = inner(gradient, along)

@@ -29,8 +29,7 @@ def _symmetric(groups: torch.Tensor, bits: int) -> torch.Tensor:
     largest = 2 ** (bits - 1) - 1
     # in float32 at least: a scale in bfloat16 would move the values themselves
     wide = groups.to(torch.promote_types(groups.dtype, torch.float32))
-    scales = wide.abs().amax(dim=2, keepdim=True) / largest
-    scales[scales == 0] = 1  # of zeros alone
+    scales = _positive(wide.abs().amax(dim=2, keepdim=True) / largest)
     rounded: torch.Tensor = (wide / scales).round() * scales
     return rounded.to(groups.dtype)
 

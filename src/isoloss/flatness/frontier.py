@@ -36,7 +36,6 @@ def forgetting_frontier(
     num_steps: int = 32,
     optimizer: Literal["adamw", "sgd"] = "adamw",
     causal: bool | None = None,
-    num_sequences: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Estimate]:
     """Fine-tune on a new text at several learning rates; measure the gain there and the rise of the loss on the old.
@@ -50,8 +49,8 @@ def forgetting_frontier(
     For models to be compared, `frontier` is the forgetting at one gain for all. From the smallest rate at which the
     gain is reached and its smaller neighbor, or no training at all, two more rates close in on the gain, and between
     the nearest two the frontier is a straight line. With f and b the points of that line (forgetting at the old text,
-    gain at the new) and s its slope, the error is that of f - s b: documents of both texts, before and after in pairs.
-    The last step of closing in counts as an error of the interpolation.
+    gain at the new) and s its slope, the error is that of f - s b: documents of both texts, before and after in pairs,
+    with the half that is trained on given. The last step of closing in counts as an error of the interpolation.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are trained, and set back bit for bit.
@@ -63,7 +62,6 @@ def forgetting_frontier(
         num_steps: Steps of training.
         optimizer: AdamW (betas 0.9 and 0.999) or plain gradient descent, as torch has them, without weight decay.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
-        num_sequences: Stop after this many sequences of the old text; None: at the end of the batches.
         progress: Called with the number of trainings done.
 
     Returns:
@@ -91,7 +89,7 @@ def forgetting_frontier(
         raise IsolossError(f"num_steps is {num_steps}; it must be at least 1")
     if optimizer not in _OPTIMIZERS:
         raise IsolossError(f"optimizer is {optimizer!r}; it is one of {', '.join(_OPTIMIZERS)}")
-    old = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
+    old = MeanLoss(model, batches, causal=causal)
     refuse_half_precision(old)
     training = _Training(old, MeanLoss(model, new, causal=old.causal), num_steps, optimizer)
     points = [training.start]
@@ -123,13 +121,6 @@ class _Point(NamedTuple):
     rate: float
     learned: torch.Tensor  # (M,) float64, by how much the loss on the new text fell
     forgotten: torch.Tensor  # (N,) float64, by how much that on the old text rose
-
-    def toward(self, other: _Point, fraction: float) -> _Point:
-        """Return the point at a fraction of the straight line to another one."""
-        # rates are factors apart, but for no training at all
-        rate = self.rate * (other.rate / self.rate) ** fraction if self.rate else other.rate * fraction
-        parts = [torch.lerp(start, end, fraction) for start, end in zip(self[1:], other[1:], strict=True)]
-        return _Point(rate, *parts)
 
 
 class _Training:
@@ -203,7 +194,10 @@ class _Training:
         """Return the forgetting at a gain on the line between two points, and that point of the line."""
         gains, forgettings = zip(*(self.estimates(point) for point in (low, high)), strict=True)
         run = gains[1].value - gains[0].value
-        point = low.toward(high, (gain - gains[0].value) / run)
+        fraction = (gain - gains[0].value) / run
+        # rates are factors apart, but for no training at all
+        rate = low.rate * (high.rate / low.rate) ** fraction if low.rate else high.rate * fraction
+        point = _Point(rate, *(torch.lerp(start, end, fraction) for start, end in zip(low[1:], high[1:], strict=True)))
         learned, forgotten = self.estimates(point)
         slope = (forgettings[1].value - forgettings[0].value) / run
         # the gain of the point is the one that was asked for, but for its error

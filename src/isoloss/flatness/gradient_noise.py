@@ -7,19 +7,23 @@ The examples measure the model and the batches of the example of `isoloss.flatne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from isoloss import seeds
 from isoloss.errors import IsolossError
 from isoloss.flatness._curvature import MeanLoss, inner
 from isoloss.model_checks import device_of
+from isoloss.statistics.comparison import independent_difference, times
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import from_influence
+
+_SKETCH = 4096  # numbers that stand for a gradient where all pairs are multiplied
 
 
 def gradient_noise_scale(
@@ -27,7 +31,6 @@ def gradient_noise_scale(
     batches: Iterable[Mapping[str, Any]],
     *,
     causal: bool | None = None,
-    num_sequences: int | None = None,
 ) -> Estimate:
     """Estimate `tr(S) / |g|^2`, the number of clusters at which a gradient is as much noise as signal.
 
@@ -48,7 +51,6 @@ def gradient_noise_scale(
         model: As for `fisher_trace`, with any attention.
         batches: As for `fisher_trace`, but the labels' values count. All batches are kept in memory.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
-        num_sequences: Stop after this many sequences; None: at the end of the batches.
 
     Returns:
         The noise scale in clusters. The details have it in predicted `tokens`, and the unbiased `squared_norm` of g.
@@ -65,10 +67,10 @@ def gradient_noise_scale(
         >>> noise.unit, noise.samples, noise.value > 0
         ('sequences', 64, True)
     """
-    loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
+    loss = MeanLoss(model, batches, causal=causal)
     m = loss.positions()
     vectors, q = _sums(loss, torch.stack([torch.ones_like(m), m]))
-    t, u = _products(loss, vectors)
+    (t, u), _ = _products(loss, vectors)
     n, sizes, squares, sizes2 = (_without(each) for each in (torch.ones_like(m), m, q, m.square()))
     norm = _squared_norm(m, q, t)
     # sum_(i != j) m_i <G_i, G_j>; without cluster i, <U, T> loses <U, G_i> + m_i <T, G_i> - m_i <G_i, G_i>
@@ -88,7 +90,6 @@ def gradient_agreement(
     others: Iterable[Mapping[str, Any]],
     *,
     causal: bool | None = None,
-    num_sequences: int | None = None,
 ) -> Estimate:
     """Estimate the cosine of the angle between the gradients of two texts, without the bias of their noise.
 
@@ -99,18 +100,19 @@ def gradient_agreement(
     Chen et al. (2026, arXiv:2604.09258) train for a high agreement of data sources.
 
     Costs and clusters are as for `gradient_noise_scale`. The error is the jackknife's over the clusters of both texts,
-    which must have none in common.
+    which must have none in common, and the jackknife's bias is taken off: noise along the gradient itself makes the
+    norms too small for the inner product. Near 1, the cosine's maximum, what counts is quadratic in the noise. The
+    variance of that part is taken from the inner products of all pairs of clusters: once, and not twice as the
+    jackknife does. It is the least that the squared error may be.
 
     Args:
         model: As for `fisher_trace`, with any attention.
         batches: Of one text, as for `fisher_trace`, but the labels' values count. All are kept in memory.
         others: Of the other text.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
-        num_sequences: Stop after this many sequences of each; None: at the end of the batches.
 
     Returns:
-        The agreement. `samples` are the clusters of the text with fewer, and the influences are those of `batches`'
-        clusters, then those of `others`'.
+        The agreement, with the influences of `batches`' clusters, then those of `others`'.
 
     Raises:
         IsolossError: As for `gradient_noise_scale`.
@@ -123,31 +125,50 @@ def gradient_agreement(
         >>> agreement.unit, round(agreement.value, 1)
         ('cosine', 1.0)
     """
-    losses = [MeanLoss(model, each, causal=causal, num_sequences=num_sequences) for each in (batches, others)]
+    losses = [MeanLoss(model, each, causal=causal) for each in (batches, others)]
     sizes = [loss.positions() for loss in losses]
     sums = [_sums(loss, torch.ones(1, len(m))) for loss, m in zip(losses, sizes, strict=True)]
-    products = [_products(loss, torch.cat([vectors for vectors, _ in sums])) for loss in losses]
+    vectors = torch.cat([vectors for vectors, _ in sums])
+    signs = torch.randint(2, (losses[0].num_parameters,), generator=seeds.generator(0, "gradient agreement"))
+    signs = (2 * signs - 1).to(vectors)
+    products, sketches = zip(*(_products(loss, vectors, signs) for loss in losses), strict=True)
     norms = [_squared_norm(sizes[k], sums[k][1], products[k][k]) for k in (0, 1)]
     parts = []
     for k, other in ((0, 1), (1, 0)):  # the clusters of one text are left out, and the other stays whole
         shared = _without(products[k][other]) / _without(sizes[k]) / sizes[other].sum()
         values = shared / (norms[k] * norms[other][0]).sqrt()
-        parts.append(from_influence(float(values[0]), _influence(values), sizes[k], unit="cosine", method=""))
-    fewer = min(parts, key=lambda part: part.samples)
-    # scaled from the clusters of each text to `samples`, so that the squares of both add up by one rule, as
-    # `Estimate.influence` says
-    pairs = fewer.samples * (fewer.samples - 1)
-    scaled = [math.sqrt(pairs / (part.samples * (part.samples - 1))) * cast("Any", part.influence) for part in parts]
+        influence = _influence(values)
+        bias = float(influence.mean())  # its negative: the jackknife's
+        parts.append(from_influence(bias, influence - bias, sizes[k], unit="cosine", method=""))
+    found, value = independent_difference(parts[0], times(parts[1], -1)), float(values[0])
+    of_pairs = _variance_of_pairs(sketches, sizes, [float(norm[0]) for norm in norms], value)
+    stderr = math.sqrt(max(found.stderr**2 - of_pairs, of_pairs))
+    scaled = None if found.influence is None else found.influence * (stderr / found.stderr)
     return replace(
-        fewer,
-        value=parts[0].value,
-        stderr=math.hypot(*(part.stderr for part in parts)),
-        num_predictions=sum(part.num_predictions for part in parts),
+        found,
+        value=value + found.value,
+        stderr=stderr,
+        influence=scaled,
         method="agreement of the gradients of two texts, unbiased norms",
-        effective_samples=min(part.effective_samples or 0.0 for part in parts),
-        influence=np.concatenate(scaled),
-        details={**_about(losses[parts.index(fewer)]), "sequences": sum(loss.num_sequences for loss in losses)},
+        details={**_about(losses[0]), "sequences": sum(loss.num_sequences for loss in losses)},
     )
+
+
+def _variance_of_pairs(
+    sketches: Sequence[torch.Tensor], sizes: Sequence[torch.Tensor], norms: Sequence[float], value: float
+) -> float:
+    """Return the variance of the agreement's part that is quadratic in the noise, which a jackknife counts twice.
+
+    It is `sum_ij <r_i, s_j>^2`, and within each text `c^2 sum_(i < j) <r_i, r_j>^2`, with c the agreement and r and s
+    the clusters' deviations from the mean gradients across these, over the lengths of the gradients.
+    """
+    across = []
+    for sketch, m, norm in zip(sketches, sizes, norms, strict=True):
+        mean = sketch.sum(dim=0) / m.sum()
+        off = sketch - m[:, None] * mean
+        across.append((off - torch.outer(off @ mean, mean) / mean.square().sum()) / (m.sum() * math.sqrt(norm)))
+    within = sum(float((off @ off.T).square().triu(1).sum()) for off in across)
+    return float((across[0] @ across[1].T).square().sum()) + value**2 * within
 
 
 def _about(loss: MeanLoss) -> dict[str, Any]:
@@ -165,10 +186,20 @@ def _sums(loss: MeanLoss, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return vectors, squares
 
 
-def _products(loss: MeanLoss, vectors: torch.Tensor) -> torch.Tensor:
-    """Return (k, N): the inner products of vectors (k, P) and the clusters' gradients."""
-    rows = [[inner(vector, gradient) for vector in vectors] for gradient in loss.gradients_by_cluster()]
-    return torch.tensor(rows, dtype=torch.float64).T
+def _products(
+    loss: MeanLoss, vectors: torch.Tensor, signs: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (k, N): the inner products of vectors (k, P) and the clusters' gradients; with signs (P,), sketches too.
+
+    The inner products of sketches (N, K) are those of the gradients in expectation over signs (Charikar et al. 2002).
+    """
+    rows, sketches = [], []
+    for gradient in loss.gradients_by_cluster():
+        rows.append([inner(vector, gradient) for vector in vectors])
+        if signs is not None:
+            folded = F.pad(gradient * signs, (0, -len(signs) % _SKETCH)).view(-1, _SKETCH)
+            sketches.append(folded.sum(dim=0, dtype=torch.float64).cpu())
+    return torch.tensor(rows, dtype=torch.float64).T, torch.stack(sketches) if sketches else vectors[:0]
 
 
 def _without(parts: torch.Tensor, removed: torch.Tensor | None = None) -> torch.Tensor:

@@ -37,7 +37,6 @@ def local_learning_coefficient(
     burn_in: int = 100,
     seed: int = 0,
     causal: bool | None = None,
-    num_sequences: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Estimate:
     """Estimate the local learning coefficient by stochastic gradient Langevin dynamics (Lau et al. 2023).
@@ -72,7 +71,6 @@ def local_learning_coefficient(
         burn_in: Steps of a chain before these.
         seed: Decides batches and noise. Another device has other noise.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
-        num_sequences: Stop after this many sequences; None: at the end of the batches.
         progress: Called with the number of chains done, of `2 num_chains`.
 
     Returns:
@@ -101,17 +99,43 @@ def local_learning_coefficient(
     for name, count, least in (("num_chains", num_chains, 2), ("num_draws", num_draws, 4), ("burn_in", burn_in, 0)):
         if count < least:
             raise IsolossError(f"{name} is {count}; it must be at least {least}")
-    loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
+    loss = MeanLoss(model, batches, causal=causal)
     refuse_half_precision(loss)
     if loss.num_sequences < 2:
         raise IsolossError("the inverse temperature 1 / log n needs at least 2 sequences")
     level, heat = loss.value(), loss.num_sequences / math.log(loss.num_sequences)
-    sampler = _Sampler(loss, heat, localization, seed)
+    parts = [batch.checked for batch in loss.batches if batch.checked.predicts]
+    # batches by their predictions: then the mean of their losses is L
+    weights = torch.tensor([len(batch.targets) for batch in parts], dtype=torch.float64)
+    parameters: list[torch.Tensor] = [*loss.parameters.values()]
+    with loss.training() as of_batch:
+        before = [of_batch(batch)[0] for batch in parts]
+
+    def rises_of(size: float, skipped: int, kept: int, *names: int) -> torch.Tensor:
+        """Return (kept,) float64: the rises of a chain, whose random numbers are called `names`."""
+        rises = []
+        generator = seeds.generator(seed, "llc batches", *names)
+        order = torch.multinomial(weights, skipped + kept, replacement=True, generator=generator).tolist()
+        noise = torch.Generator(device_of(model)).manual_seed(seeds.derive(seed, "llc", *names))
+        with weights_restored(loss.parameters.values()) as originals, loss.training() as of_batch:
+            for number in order:
+                value, gradients = of_batch(parts[number])
+                if not math.isfinite(value):
+                    raise IsolossError(f"a chain left all finite losses at the step {size:g}: take a smaller one")
+                rises.append(value - before[number])
+                drawn = torch.randn(loss.num_parameters, generator=noise, device=noise.device)
+                with torch.no_grad():
+                    # as one: a small model's time is all overhead
+                    torch._foreach_lerp_(parameters, originals, size / 2 * localization)
+                    torch._foreach_add_(parameters, [*gradients], alpha=-size / 2 * heat)
+                    torch._foreach_add_(parameters, loss.split(drawn), alpha=math.sqrt(size))
+        return torch.tensor(rises[skipped:], dtype=torch.float64)
+
     runs = []
-    for number, parts in enumerate((1, 2)):
+    for number, times in enumerate((1, 2)):
         chains = []
         for chain in range(num_chains):
-            chains.append(sampler.rises(step_size / parts, parts * burn_in, parts * num_draws, parts, chain))
+            chains.append(rises_of(step_size / times, times * burn_in, times * num_draws, times, chain))
             if progress is not None:
                 progress(number * num_chains + chain + 1)
         runs.append(chain_mean(heat * torch.stack(chains)))
@@ -130,7 +154,6 @@ def local_learning_coefficient(
             f"R-hat {hats} (at most {_LARGEST_R_HAT}), and the effective draws {draws} (at least {_FEWEST_DRAWS}): "
             f"take {'more draws and a longer burn-in, or a stronger localization' if alike else 'a smaller step'}"
         )
-    settings = {"localization": localization, "step_size": step_size, "draws": num_draws, "burn_in": burn_in}
     return Estimate(
         value=half.value,
         stderr=math.hypot(half.stderr, apart),
@@ -141,7 +164,7 @@ def local_learning_coefficient(
         method="local learning coefficient, stochastic gradient Langevin dynamics",
         details={
             **loss.details(seed),
-            **settings,
+            **{"localization": localization, "step_size": step_size, "draws": num_draws, "burn_in": burn_in},
             "inverse_temperature": heat,
             "loss": level,
             "r_hat": half.r_hat,
@@ -151,40 +174,6 @@ def local_learning_coefficient(
             "error_covers": "draws and the length of the step, given these inputs",
         },
     )
-
-
-class _Sampler:
-    """Runs chains from the same weights."""
-
-    def __init__(self, loss: MeanLoss, heat: float, localization: float, seed: int) -> None:
-        self._loss, self._heat, self._localization, self._seed = loss, heat, localization, seed
-        self._batches = [batch.checked for batch in loss.batches if batch.checked.predicts]
-        # batches by their predictions: then the mean of their losses is L
-        self._weights = torch.tensor([len(batch.targets) for batch in self._batches], dtype=torch.float64)
-        with loss.training() as of_batch:
-            self._before = [of_batch(batch)[0] for batch in self._batches]
-
-    def rises(self, step_size: float, burn_in: int, num_draws: int, *names: int) -> torch.Tensor:
-        """Return (D,) float64: the draws of a chain, whose random numbers are called `names`."""
-        parameters: list[torch.Tensor] = [*self._loss.parameters.values()]
-        rises = []
-        generator = seeds.generator(self._seed, "llc batches", *names)
-        order = torch.multinomial(self._weights, burn_in + num_draws, replacement=True, generator=generator).tolist()
-        noise = torch.Generator(device_of(self._loss.model)).manual_seed(seeds.derive(self._seed, "llc", *names))
-        pull = step_size / 2 * self._localization
-        with weights_restored(self._loss.parameters.values()) as originals, self._loss.training() as of_batch:
-            for number in order:
-                value, gradients = of_batch(self._batches[number])
-                if not math.isfinite(value):
-                    raise IsolossError(f"a chain left all finite losses at the step {step_size:g}: take a smaller one")
-                rises.append(value - self._before[number])
-                drawn = torch.randn(self._loss.num_parameters, generator=noise, device=noise.device)
-                with torch.no_grad():
-                    # as one: a small model's time is all overhead
-                    torch._foreach_lerp_(parameters, originals, pull)
-                    torch._foreach_add_(parameters, [*gradients], alpha=-step_size / 2 * self._heat)
-                    torch._foreach_add_(parameters, self._loss.split(drawn), alpha=math.sqrt(step_size))
-        return torch.tensor(rises[burn_in:], dtype=torch.float64)
 
 
 class ChainMean(NamedTuple):

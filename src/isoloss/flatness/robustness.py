@@ -195,7 +195,7 @@ def _noisy_losses(loss: MeanLoss, change: Noise, parts: torch.Tensor) -> torch.T
             noise = gaussian_noise(loss.parameters, originals, change.relative_std, change.seed, number, on_device=True)
             for sign in (1, -1):
                 for parameter, original, moved in zip(loss.parameters.values(), originals, noise, strict=True):
-                    parameter.copy_(original + sign * moved)
+                    torch.add(original, moved, alpha=sign, out=parameter)  # without a copy of a large model
                 sums += loss.by_cluster(parts == part)
     return sums
 

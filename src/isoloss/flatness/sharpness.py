@@ -284,7 +284,7 @@ def gaussian_noise(
         generator = torch.Generator(device).manual_seed(seeds.derive(seed, "noise", probe, name))
         drawn = torch.randn(original.shape, generator=generator, device=device, dtype=wide)
         rms = original.to(wide).square().mean().sqrt()
-        noise.append((drawn.to(original.device) * (relative_std * rms)).to(original.dtype))
+        noise.append(drawn.to(original.device).mul_(relative_std * rms).to(original.dtype))
     return noise
 
 

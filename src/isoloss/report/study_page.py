@@ -97,7 +97,7 @@ def render(
 
 
 def drawings(figures: Sequence[Figure]) -> list[Markup]:
-    """Return the markup of figures, for the sections of a page that ends with their `scripts`."""
+    """Return the markup of figures; the page must end with their `scripts`."""
     # several charts may show the same rows: they are in the page once, and its script puts them back
     specs = [figure.chart | {"datasets": list(figure.chart["datasets"])} for figure in figures]
     return [_macros().drawing(figure, number, specs[number]) for number, figure in enumerate(figures)]
@@ -114,16 +114,16 @@ def every_checkpoint(
     elsewhere: str,
     configs: Mapping[str, str] | None = None,
 ) -> Markup:
-    """Return the table of all checkpoints, which can be filtered, sorted and saved, and goes with the charts.
+    """Return the table of all checkpoints, to filter, sort and save, linked with the charts.
 
     Args:
         cells: A row for each checkpoint, in the order of `headings`.
-        headings: The columns' headings by their keys, which saved files have as names.
-        units: The units of the columns that are measures, by their keys; the others are labels.
-        identity: The keys of the labels that name a checkpoint. The first is of its run, if there is a second.
+        headings: The headings by key; saved files have the keys.
+        units: The units of measures by key; all other columns are labels.
+        identity: The keys of the labels that identify a checkpoint; if there are two, the first is that of its run.
         choices: The keys of the labels to filter by.
-        fields: For each field that is picked in a chart the key of its column, and by what the chart multiplies it.
-        elsewhere: Where the reader finds the numbers if no script runs.
+        fields: For each field that charts select, the key of its column and its factor in the charts.
+        elsewhere: Where to find the numbers if no script runs.
         configs: The resolved config of each run, as TOML.
     """
     numbers = [key for column, key in enumerate(headings) if any(row[column][1] is not None for row in cells)]
@@ -134,7 +134,7 @@ def every_checkpoint(
 
 
 def scripts(figures: Sequence[Figure], configs: Mapping[str, str] | None = None) -> Markup:
-    """Return the end of a page that has the `drawings` of these figures and `every_checkpoint`."""
+    """Return the end of a page with the `drawings` of these figures and `every_checkpoint`."""
     rows = {name: each for figure in figures for name, each in figure.chart["datasets"].items()}
     datasets = {name: _by_column(each) for name, each in rows.items()}
     made: Markup = _macros().end(json.dumps(_by_line(configs or {})), datasets, _vega())

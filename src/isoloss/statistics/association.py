@@ -1,7 +1,4 @@
-"""Which measure predicts which outcome at one loss: correlations given the loss, over checkpoints in clusters.
-
-Shapes: N checkpoints in G clusters of at most S; P permutations of the clusters.
-"""
+"""Which measure predicts which outcome at one loss: correlations given the loss, over N checkpoints in G clusters."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +27,12 @@ Integers = NDArray[np.intp]
 # words in the names of measures that are above 0 and differ between models by factors
 SCALES = {"trace", "fisher", "eigenvalue", "eigenvalues", "sharpness", "flatness", "norm"}
 _LEVEL = 0.05
-_ALL = 7  # clusters: of so many all permutations are taken, at most 5,040
+_ALL = 7  # up to so many clusters, all permutations are taken, at most 5,040
 _DRAWN = 9_999  # permutations of more clusters
 _POWER = 0.85  # of a t test with the true error; with a suite's own estimate of it, 80 % of simulated suites find it
-_NONE_LEFT = 1e-9  # of a variable's range: what the loss leaves of it counts as nothing
-_SAME = 1e-9  # below it, differences of correlations are rounding
-_RESAMPLES = 100  # as few as may be: the bootstrap's interval is not used
+_NONE_LEFT = 1e-9  # residuals below this fraction of a variable's range are rounding
+_SAME = 1e-9  # smaller differences of correlations are rounding
+_RESAMPLES = 100  # the fewest that are allowed: the bootstrap's interval is not used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +40,25 @@ class Association:
     """Whether a measure predicts an outcome at one loss.
 
     Attributes:
-        measure: The column's name.
-        outcome: The column's name.
+        measure: The name of the measure.
+        outcome: The name of the outcome.
         given: The name of the loss.
-        over: The names of the clusters and, where they are given, of the levels.
-        logarithms: Which of measure and outcome are taken as logarithms.
-        pearson: The partial correlation given the loss, with its error over clusters; None where there is a `problem`.
-        spearman: The same of ranks.
-        kendall: The granulated coefficient of the residuals given the loss; None without hyper-parameters.
-        within_band: Pearson's over checkpoints at one loss, with nothing held fixed.
-        band: Which checkpoints these are.
+        over: The names of the clusters and, if there are any, of the levels.
+        logarithms: The names of the variables that enter as logarithms.
+        pearson: The partial correlation given the loss, with its error over clusters; None if there is a `problem`.
+        spearman: The same for ranks.
+        kendall: The granulated Kendall coefficient of the residuals given the loss; None without hyperparameters.
+        within_band: Pearson's correlation among checkpoints at one loss, without a covariate.
+        band: These checkpoints, in words.
         over_levels: `pearson` with its error over levels, such as recipes; None without levels.
-        p_permutation: Of no correlation given the loss, by permutations of whole clusters.
-        p_adjusted: The same after Holm's correction for all pairs that have one.
-        pairs: How many these are.
-        detectable: The smallest true correlation that is found with 80 % power after that correction; 1 where none is.
+        p_permutation: The p-value of no correlation given the loss, by permutations of whole clusters.
+        p_adjusted: The same after Holm's correction for all pairs.
+        pairs: The number of these pairs.
+        detectable: The smallest true correlation that is found with 80 % power after the correction; 1 if none is.
         observations: N.
         clusters: G.
-        missing: Why a part that was asked for is None, by its name.
-        problem: Why there is no correlation; empty where there is one.
+        missing: Why another field is None, by its name.
+        problem: Why there is no correlation; empty if there is one.
     """
 
     measure: str
@@ -86,16 +83,16 @@ class Association:
 
     @property
     def shown(self) -> bool:
-        """Whether the adjusted p is below 0.05, and the 95 % intervals over clusters and over levels without 0."""
+        """Whether p after Holm is below 0.05 and the 95 % intervals, over clusters and over levels, exclude 0."""
         return self._shown_here and (self.over_levels is None or _without_0(self.over_levels))
 
     @property
     def _shown_here(self) -> bool:
-        """The same for the levels that the suite has."""
+        """The same without the interval over levels, so only for the levels of this suite."""
         return self.pearson is not None and _without_0(self.pearson) and self.p_adjusted < _LEVEL
 
     def sentence(self) -> str:
-        """Return the answer, which is "predicts" only where this is `shown`."""
+        """Return the answer in words; it says "predicts" only if it is `shown`."""
         measure, outcome = (f"log {name}" if name in self.logarithms else name for name in (self.measure, self.outcome))
         if self.pearson is None:
             return f"Whether {measure} predicts {outcome} at one {self.given[0]} is not known ({self.problem})."
@@ -118,7 +115,7 @@ class Association:
         )
 
     def _what_to_do(self) -> str:
-        """Return what a suite can do whose clusters are too few for its pairs."""
+        """Return the advice for a suite with too few clusters for its pairs."""
         unit = _plural(self.over[0])
         enough = next((number for number in range(3, _ALL + 2) if _can_show(self.pairs, number)), None)
         advice = "name fewer pairs" if self.pairs > 1 else "", f"take {enough} {unit} or more" if enough else ""
@@ -145,44 +142,41 @@ def associate(
     loss_margin: float = LOSS_MARGIN,
     seed: int = 0,
 ) -> tuple[Association, ...]:
-    """Return for each measure and outcome whether the one predicts the other at one loss.
+    """Return the association of each measure with each outcome, given the loss.
 
-    Pearson's and Spearman's correlation are partial ones given the loss, with the interval over clusters of
-    `isoloss.statistics.correlation.correlation`. The granulated Kendall coefficient is of the residuals after least
-    squares on the loss: few pairs that differ in one hyper-parameter alone have one loss, and Kendall's partial tau is
-    not 0 where the two are independent given the loss. Its error leaves out that of the least squares.
+    A variable with one of the words `trace`, `fisher`, `eigenvalue`, `sharpness`, `flatness` or `norm` in its name
+    enters as a logarithm if all its values are above 0: such measures differ between models by factors. Pearson's and
+    Spearman's correlations are partial ones with the interval of `isoloss.statistics.correlation.correlation`. The
+    granulated Kendall coefficient is that of the residuals after least squares on the loss, as Kendall's partial tau is
+    not 0 for variables that are independent given the loss. Its error does not include that of the least squares.
 
-    `within_band` is over the checkpoints in the window of losses, `loss_margin` wide, that has the most clusters. With
-    `along`, where more clusters pass one loss than that, it is over runs (checkpoints of one cluster, level and
-    setting of the other hyper-parameters) at the lowest loss that the most clusters pass: each where it first has
-    it, on the line between two neighboring steps. Nothing is extrapolated.
+    `within_band` takes the checkpoints in the window of losses, `loss_margin` wide, that has the most clusters. With
+    `along`, it takes instead one point of each training run, at the lowest loss that the most clusters pass, if these
+    are more: the first point there on the line between two neighboring steps. Nothing is extrapolated.
 
-    The p-value permutes the residuals of the outcome given the loss (Freedman and Lane, 1983) by whole clusters, the
-    k-th checkpoint along the steps to the place of a k-th; where a cluster has no k-th, its residual is 0. The
-    statistic is the size of the partial correlation. Up to 7 clusters all permutations are taken, else 9,999 draws.
-    What all clusters share along the steps is in every permutation: where that makes up the correlation, p is large.
+    The p-value permutes the residuals of the outcome given the loss (Freedman and Lane, 1983) by whole clusters. The
+    k-th checkpoint along the steps takes the place of a k-th one; a cluster without a k-th one gives a residual of 0.
+    The statistic is the absolute partial correlation. A trend that all clusters share along the steps is in every
+    permutation, so a correlation due to it has a large p.
 
-    `detectable` is for a t test of artanh r with G - 2 degrees of freedom, as the loss takes one, at the level 0.05
-    over the number of pairs. Its error is the spread of artanh r over the permutations.
-
-    A measure or outcome with `trace`, `fisher`, `eigenvalue`, `sharpness`, `flatness` or `norm` as a word of its name
-    enters as a logarithm where all its values are above 0: such measures differ between models by factors.
+    `detectable` is for a t test of artanh r with G - 2 degrees of freedom, one less for the loss, at the level 0.05
+    divided by the number of pairs. Its error is the root mean square of artanh r over the permutations.
 
     Args:
-        columns: By name, N values or labels, one for each checkpoint; NaN or None where there is none, which leaves
-            the checkpoint out of the pairs that need it.
+        columns: N values or labels, one for each checkpoint, by name. A checkpoint with None or NaN is left out of the
+            pairs that need the value.
         measures: Names of columns.
         outcomes: Names of columns.
         loss: The column of the loss.
-        clusters: The column of what is independent, such as the seed; at least 3.
-        levels: The column of what the answer should hold for others of, such as the recipe.
+        clusters: The column of the independent units, such as the seed; at least 3 different values.
+        levels: A column over which the answers must also hold, such as the recipe.
         along: The column of the steps.
         hyperparameters: Columns, as for `isoloss.statistics.correlation.granulated_kendall`.
-        loss_margin: Nats per predicted token within which two losses count as the same.
-        seed: Of the permutations that are drawn; the stream is `"association"`.
+        loss_margin: Two losses count as the same within this margin, in nats per predicted token.
+        seed: Of the permutations; the stream is `"association"`.
 
     Raises:
-        IsolossError: The margin is not above 0. What is wrong with columns is the `problem` of the pairs.
+        IsolossError: The margin is not above 0. A mistake in a column is the `problem` of its pairs.
 
     Example:
         >>> from isoloss.statistics.association import associate
@@ -246,12 +240,17 @@ def associate(
     return tuple(each for each, _ in results)
 
 
+def strongest_first(associations: Iterable[Association]) -> list[Association]:
+    """Return those that are shown, then the others, each by the size of r; those without r come last."""
+    return sorted(associations, key=lambda each: (not each.shown, -abs(each.pearson.value) if each.pearson else 1))
+
+
 def _plural(name: str) -> str:
     return f"{name.removesuffix('s')}s"
 
 
 def _can_show(pairs: int, clusters: int) -> bool:
-    """Whether the least p-value that permutations of so many clusters have stays below the level for so many pairs."""
+    """Whether the smallest p-value of permutations is below the level after Holm's correction."""
     permutations = math.factorial(clusters) if clusters <= _ALL else _DRAWN + 1
     return pairs / permutations < _LEVEL
 
@@ -264,7 +263,7 @@ def _without_0(found: Correlation) -> bool:
 def _values(
     columns: Mapping[str, Any], pair: Sequence[str], loss: str, labeled: Sequence[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the columns of the checkpoints that lack no value, and which are logarithms."""
+    """Return the columns of the checkpoints with all values, and the names of those that are logarithms."""
     names = list(dict.fromkeys([*pair, loss, *labeled]))
     for name in names:
         if name not in columns:
@@ -279,8 +278,7 @@ def _values(
     kept: dict[str, Any] = {name: [columns[name][i] for i in rows] for name in names}
     kept |= {name: column(name, kept[name]) for name in (*pair, loss)}
     # without the name of a text, "trace (docs)"
-    words = {name: re.split("[^a-z]+", name.partition(" (")[0].lower()) for name in pair}
-    scales = [name for name in words if not SCALES.isdisjoint(words[name])]
+    scales = [name for name in pair if SCALES.intersection(re.split("[^a-z]+", name.partition(" (")[0].lower()))]
     logarithms = tuple(name for name in scales if kept[name].min() > 0)
     kept |= {name: np.log(kept[name]) for name in logarithms}
     for name in pair:
@@ -292,7 +290,7 @@ def _values(
 
 
 def _residuals(values: Floats, loss: Floats) -> Floats:
-    """Return what least squares on the loss and a constant leave of values (N,)."""
+    """Return the residuals (N,) of values after least squares on the loss and a constant."""
     off, centered = loss - loss.mean(), values - values.mean()
     residuals: Floats = centered - off * (off @ centered) / ((off @ off) or 1.0)
     return residuals
@@ -301,7 +299,10 @@ def _residuals(values: Floats, loss: Floats) -> Floats:
 def _at_one_loss(
     values: Floats, codes: Integers, runs: Integers | None, steps: Floats, margin: float
 ) -> tuple[Floats, Integers, str]:
-    """Return checkpoints at one loss as columns of x, y and losses (3, n), whose clusters they have, and a text."""
+    """Return x, y and loss (3, n) of checkpoints at one loss, the rows with their clusters, and them in words.
+
+    `values` are x, y and loss (3, N); `runs` (N,) is None without steps.
+    """
     order = np.argsort(values[2], kind="stable")
     loss = values[2][order]
     bands = [order[i:end] for i, end in enumerate(np.searchsorted(loss, loss + margin, side="right"))]
@@ -331,17 +332,17 @@ def _at_one_loss(
 
 
 def _permuted(x: Floats, y: Floats, loss: Floats, codes: Integers, steps: Floats, seed: int) -> tuple[float, float]:
-    """Return the p-value of x and y given the loss, and the root of the mean square of artanh r, by permutations."""
+    """Return the p-value of x and y given the loss, and the root mean square of artanh r over permutations."""
     sizes = np.bincount(codes)
     groups = np.arange(len(sizes))
     order = np.lexsort((steps, codes))
     kth = np.arange(len(x)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    wide = np.zeros((4, len(groups), sizes.max()))  # clusters' checkpoints in the order of their steps
+    wide = np.zeros((4, len(groups), sizes.max()))  # by cluster, and within it in the order of steps
     variables = _residuals(y, loss), _residuals(x, loss), loss - loss.mean(), np.ones(len(x))
     wide[:, codes[order], kth] = np.stack(variables)[:, order]
     moved, own = wide[0], wide[1:]
-    # what the residuals of cluster h at the place of cluster g add (4, G, G) to their products with the residuals of x
-    # and with the loss, to their sum and to the sum of their squares
+    # for the residuals of cluster h in the place of cluster g (4, G, G): their products with the residuals of x and
+    # with the loss, their sum, and the sum of their squares
     added = np.concatenate([own @ moved.T, own[2:] @ np.square(moved).T])
     if len(groups) <= _ALL:
         orders = np.array(list(itertools.permutations(groups)))
@@ -349,7 +350,7 @@ def _permuted(x: Floats, y: Floats, loss: Floats, codes: Integers, steps: Floats
         rng = np.random.default_rng(seeds.derive(seed, "association"))
         orders = np.vstack([groups, rng.permuted(np.tile(groups, (_DRAWN, 1)), axis=1)])
     product, on_loss, total, square = (each[groups, orders].sum(axis=1) for each in added)
-    # of the permuted residuals, again given the loss
+    # the permuted residuals are again taken given the loss
     left = square - total**2 / len(x) - on_loss**2 / (np.square(own[1]).sum() or 1.0)
     size = np.abs(product) / np.sqrt(np.maximum(left, _NONE_LEFT * square[0]) * np.square(own[0]).sum())
     spread = np.sqrt(np.square(np.arctanh(np.minimum(size, 1 - _SAME))).mean())

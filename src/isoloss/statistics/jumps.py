@@ -1,39 +1,46 @@
-"""Jumps in a course of measurements, told from its trend."""
+"""Jumps in a series of measurements, beside its trend."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-JUMP = 5.0  # times as far as the moves beside it moves a jump
-_FEWEST = 4  # moves, among which a jump can be told from a trend
+JUMP = 5.0  # a jump moves this many times as far as its neighbors
+_FEWEST = 4  # moves, below which a jump cannot be told from a trend
 
 
-def find_jumps(moves: Sequence[tuple[float, float]]) -> list[int]:
-    """Return which moves of a course, each from one step to the next, are jumps.
+def find_jumps(moves: Sequence[tuple[float, float]], lengths: Sequence[float]) -> list[int]:
+    """Return the indices of the jumps among moves from one checkpoint to the next.
 
-    A jump is more than `JUMP` times as far as the median of up to four moves beside it, two before and two after, by
-    the nearer end of its 95 % interval and the farther ends of theirs. The first move is none, as training begins with
-    a fall. In fewer than four moves there are none: a jump cannot be told from a trend there.
+    A jump moves more than `JUMP` times as far as the median of the four moves beside it, two before and two after, by
+    the nearer end of its 95 % interval and the farther ends of theirs. A move over more steps than one beside it may go
+    as many times as far, so that a missing checkpoint makes no jump. The first move is never a jump, as training begins
+    with a fall, and fewer than four moves have none.
 
     Args:
-        moves: The 95 % interval of each.
+        moves: The 95 % interval of each move.
+        lengths: How many steps each takes.
 
     Example:
         >>> from isoloss.statistics.jumps import find_jumps
         >>> losses = [9.0, 5.0, 4.0, 3.5, 4.9, 4.8, 4.75, 4.72]
-        >>> find_jumps([(after - before - 0.01, after - before + 0.01) for before, after in zip(losses, losses[1:])])
+        >>> moves = [(after - before - 0.01, after - before + 0.01) for before, after in zip(losses, losses[1:])]
+        >>> find_jumps(moves, [100] * 7)
         []
         >>> losses = [5.0, 4.9, 4.82, 4.75, 3.5, 3.45, 3.42]
-        >>> find_jumps([(after - before - 0.01, after - before + 0.01) for before, after in zip(losses, losses[1:])])
-        [3]
+        >>> moves = [(after - before - 0.01, after - before + 0.01) for before, after in zip(losses, losses[1:])]
+        >>> find_jumps(moves, [100] * 6), find_jumps(moves, [100, 100, 100, 900, 100, 100])
+        ([3], [])
     """
     if len(moves) < _FEWEST:
         return []
     nearest = [max(0.0, low, -high) for low, high in moves]
     farthest = [max(-low, high) for low, high in moves]
-    return [
-        i
-        for i in range(1, len(moves))
-        if nearest[i] > JUMP * statistics.median(farthest[max(0, i - 2) : i] + farthest[i + 1 : i + 3])
-    ]
+    found = []
+    for i in range(1, len(moves)):
+        beside = [j for j in range(max(0, i - 2), min(len(moves), i + 3)) if j != i]
+        # two measurements at one step have no length
+        reach = [farthest[j] * max(1.0, lengths[i] / lengths[j] if lengths[j] else 1.0) for j in beside]
+        if nearest[i] > JUMP * statistics.median(reach):
+            found.append(i)
+    return found

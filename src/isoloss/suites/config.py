@@ -1,7 +1,4 @@
-"""What a suite is: checkpoints by patterns, the texts and measures, and what counts as independent.
-
-Nothing here needs torch.
-"""
+"""The settings of a suite, and the checkpoints that its patterns match. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss import config as configs
-from isoloss.checkpoints.places import expand_checkpoints
+from isoloss.checkpoints.places import expand_checkpoints, series_of
 from isoloss.config import setting
 from isoloss.errors import IsolossError, did_you_mean, warn
 from isoloss.lab.evaluation.external import ExternalCheckpoint
@@ -29,38 +26,39 @@ from isoloss.text import hub_datasets
 
 MEASURED = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise", "features")
 RISES = ("int4-rise", "noise-rise")  # the outcomes of a suite that names none
+# fmt: off
 COLUMNS = (
-    *("checkpoint", "text", "measure", "value", "stderr", "low", "high", "unit", "samples", "problem", "sha256"),
+    "checkpoint", "text", "measure", "value", "stderr", "low", "high", "unit", "samples", "problem", "sha256",
 )
+# fmt: on
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _WILDCARDS = {"*": r"[^/]*", "?": r"[^/]"}
-_SERIES = re.compile(r"(.*?)(\d+)/?")  # a name that ends with its step
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteConfig:
-    """A suite of checkpoints, as `isoloss suite` reads it from TOML.
+    """The settings of `isoloss suite`, as in its TOML file.
 
     Attributes:
-        checkpoints: Folders, names on the Hugging Face hub (`NAME@REVISION`) and patterns of either. What a name has in
-            the place of `{seed}` is its label `seed`; digits are a whole number. `*` stands for anything. A run
-            that is named stands for its last checkpoint.
-        labels: The values that a label may have, such as `{step = [0, 512, 143_000]}`; others are left out. A pattern
-            whose braces are all given stands for every combination, and neither folders nor the hub are asked.
-        cluster: The label of what is independent, such as `seed`; empty: all labels but `along` together, so that each
-            training is a cluster.
-        along: The label of the place in a training; empty: `step`, where there is such a label.
-        levels: The label of what else the conclusion is to hold over, such as optimizers or recipes; empty: none.
-        texts: What the checkpoints are measured on, by name: text, a dataset or token ids, as for `isoloss measure`.
-            None: the language of the checkpoints' runs, or else `python:docs`.
-        measures: Names of measures (`isoloss ls measures`). The loss is measured in any case.
-        outcomes: What is to be predicted: measures, such as `probe-sst2`, or names of what is imported. None: the
+        checkpoints: Folders, names on the Hugging Face hub (`NAME@REVISION`), or patterns of either. In a pattern,
+            `{seed}` matches any text, which becomes the label `seed` of the checkpoint; digits become an integer. `*`
+            matches any text without a label. The folder of a run is its last checkpoint.
+        labels: The values to keep of a label, such as `{step = [0, 512, 143_000]}`. If a pattern's labels all have
+            values here, it stands for every combination, and neither folders nor the hub are searched.
+        cluster: The label of the independent units, such as `seed`. Empty: each training run is one, that is, each
+            combination of all labels except `along`.
+        along: The label of the position in a training run. Empty: `step`, if there is such a label.
+        levels: A label over which the answers must also hold, such as the optimizer or the recipe. Empty: none.
+        texts: The texts to measure on, by name: text, a dataset or token ids, as for `isoloss measure`. Empty: the
+            language of the checkpoints' runs, or else `python:docs`.
+        measures: Names of measures (`isoloss ls measures`). The loss is always measured.
+        outcomes: The numbers to predict: measures, such as `probe-sst2`, or names of imported outcomes. Empty: the
             rises of the loss.
-        settings: Settings of the measures, by the names of their fields.
-        inputs: How the texts become inputs, the same for all checkpoints.
-        loss_margin: How far losses may be apart to count as the same, in nats per predicted token.
-        parameters: For `--plan` where neither files nor the hub are at hand: number of parameters by a label's name and
-            value, such as `{size = {14m = 14_067_712}}`.
+        settings: Settings of the measures, by field.
+        inputs: How the texts become inputs; the same for all checkpoints.
+        loss_margin: Two losses count as the same within this margin, in nats per predicted token.
+        parameters: Numbers of parameters by label and value, such as `{size = {14m = 14_067_712}}`, for `--plan`
+            without the files and the hub.
         device: auto, cpu, cuda.
         trust_remote_code: Whether code that comes with a checkpoint may run.
 
@@ -88,7 +86,7 @@ class SuiteConfig:
     trust_remote_code: bool = False
 
     def check_fields(self) -> None:
-        """Refuse an unknown measure or setting, a text that is not there, and tables of other things than they take."""
+        """Refuse settings of the wrong type, unknown measures, and texts that do not exist."""
         if not self.checkpoints:
             raise IsolossError("checkpoints is empty; name folders, names on the Hugging Face hub, or patterns")
         for name in ("labels", "texts", "settings", "parameters"):
@@ -96,9 +94,7 @@ class SuiteConfig:
                 raise IsolossError(f"{name} is {table!r}; it must be a table, such as texts = {{docs = 'docs.txt'}}")
         for name, values in self.labels.items():
             if not isinstance(values, list | tuple) or not values:
-                raise IsolossError(
-                    f"the values of the label {name} are {values!r}; they must be a list, such as [1, 2]"
-                )
+                raise IsolossError(f"the values of the label {name} are {values!r}; they must be a list")
         for name, data in self.texts.items():
             if not isinstance(data, str):
                 raise IsolossError(f"the text {name} is {data!r}; it must be a file, a folder or a dataset")
@@ -109,20 +105,21 @@ class SuiteConfig:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The names of all that is measured on the texts: the loss, the measures, and the outcomes that are some."""
+        """The names of all measures, without repetition: the loss, `measures`, and the measures among `outcomes`."""
         outcomes = [name for name in self.outcomes if is_measure(name)]
         return tuple(dict.fromkeys(("loss", *self.measures, *outcomes)))
 
     def sources(self) -> dict[str, str]:
-        """Return 16 hexadecimal digits over the content of each text and how it is read, by the text's name."""
-        found = {}
-        for name, data in self.texts.items():
-            found[name] = ExternalCheckpoint(checkpoint="", data=data, inputs=self.inputs).fingerprint
+        """Return a fingerprint of each text by name: of its content, and of how it becomes inputs."""
+        found = {
+            name: ExternalCheckpoint(checkpoint="", data=data, inputs=self.inputs).fingerprint
+            for name, data in self.texts.items()
+        }
         return found or {"": configs.fingerprint(self.inputs)}
 
 
 def is_measure(name: str) -> bool:
-    """Whether an outcome is measured here, and not imported."""
+    """Whether the name of an outcome is that of a measure; otherwise it is imported."""
     try:
         MEASURES.match(name)
     except IsolossError:
@@ -130,28 +127,33 @@ def is_measure(name: str) -> bool:
     return True
 
 
+def file_name(name: str) -> str:
+    """Return a safe file name without an ending, different for every name, which may hold any character."""
+    plain = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)[-80:].strip("-.")
+    return f"{plain}-{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()[:8]}"
+
+
 @dataclass(frozen=True)
 class Member:
     """A checkpoint of a suite."""
 
     name: str  # a folder, or NAME or NAME@REVISION on the Hugging Face hub
-    labels: Mapping[str, int | str]  # what its name says of it
+    labels: Mapping[str, int | str]  # read from its name
 
     @property
     def folder(self) -> str:
-        """The name of the folder with what was measured of it: safe, and another one for every name."""
-        plain = re.sub(r"[^\w.-]+", "-", self.name, flags=re.ASCII)[-80:].strip("-.")
-        return f"{plain}-{hashlib.sha256(self.name.encode(errors='surrogateescape')).hexdigest()[:8]}"
+        """The name of the folder that keeps its measurements."""
+        return file_name(self.name)
 
 
 def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None) -> list[Member]:
-    """Return the checkpoints that a suite's patterns stand for, in their order, each once.
+    """Return the checkpoints of a suite, in the order of its patterns, each once.
 
-    A pattern that stands for none is left out with a warning.
+    A pattern without a match is left out with a warning, as is a value in `labels` that no checkpoint has.
 
     Raises:
-        IsolossError: There are no checkpoints at all, braces hold no name that a column can have, a name has several
-            readings, or `cluster`, `along`, `levels` or a name in `labels` is no label.
+        IsolossError: No pattern has a match, braces hold a name that no column can have, a checkpoint's name can be
+            read in several ways, or `cluster`, `along`, `levels` or a name in `labels` is no label.
     """
     found: dict[str, Mapping[str, int | str]] = {}
     places: dict[str, str] = {}  # one folder may be named in several ways, and is one checkpoint
@@ -177,8 +179,9 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
                 found.setdefault(name, {})
             elif (of_it := _read(name, pattern, config.labels)) is not None:
                 found.setdefault(name, of_it)
-    # also where each was named by itself, as a shell does with a pattern: checkpoints of a series are no clusters
-    found |= {name: _step_of(name) for name in bare if len({*bare}) > 1 and not found[name]}
+    # without braces, as when the shell expands `*`: checkpoints of one run are no independent clusters
+    for series, by_step in series_of(dict.fromkeys(bare)).items():
+        found |= {name: {"series": series, "step": step} for step, name in by_step.items() if not found[name]}
     if not found:
         raise problems[0] if problems else IsolossError(f"no checkpoint matches {', '.join(config.checkpoints)}")
     for problem in problems:
@@ -191,12 +194,28 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
         if name and name not in labels:
             known = did_you_mean(name, labels) or f"; the labels are {', '.join(labels) or 'none: there are no braces'}"
             raise IsolossError(f"{role} is {name!r}, which is no label of the checkpoints{known}")
+    _warn_of_values(config, found)
     # a run stands for its last checkpoint, as in a comparison
     return [Member(last_checkpoint(name), of_it) for name, of_it in found.items()]
 
 
+def _warn_of_values(config: SuiteConfig, found: Mapping[str, Mapping[str, int | str]]) -> None:
+    """Warn of values in the table `labels` that no checkpoint has, and of labels with both integers and words."""
+    for name in label_names(found.values()):
+        values = {of_it[name]: checkpoint for checkpoint, of_it in found.items() if name in of_it}
+        known = {str(value) for value in values}
+        if unused := [each for each in map(str, config.labels.get(name, ())) if str(_value(each)) not in known]:
+            warn(f"no checkpoint has the {name} {' or '.join(unused)}, which the table labels lists")
+        words = [value for value in values if isinstance(value, str)]
+        if name not in config.labels and 0 < len(words) < len(values):
+            warn(
+                f"{{{name}}} is {words[0]!r} in {values[words[0]]} but an integer in other names: if this is wrong, "
+                f"list the values in a TOML file, as labels = {{{name} = [...]}}"
+            )
+
+
 def label_names(labels: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
-    """Return the names of the labels of some checkpoints, each once."""
+    """Return the names of the labels, each once."""
     return tuple(dict.fromkeys(name for each in labels for name in each))
 
 
@@ -216,8 +235,8 @@ def _filled(pattern: str, labels: Mapping[str, int | str]) -> str:
 
 
 def _read(name: str, pattern: str, labels: Mapping[str, Sequence[int | str]]) -> dict[str, int | str] | None:
-    """Return the labels of a name; None: it does not fit the pattern, or has other values than the labels given."""
-    # with the shortest values, from the left, and with the longest
+    """Return the labels in a name; None: it does not match the pattern with the given values of labels."""
+    # each value as short as possible, and as long as possible
     matches = [re.fullmatch(_as_regex(pattern, labels, longest=longest), name) for longest in (False, True)]
     readings = [{key: _value(text) for key, text in match.groupdict().items()} for match in matches if match]
     if not readings:
@@ -249,12 +268,6 @@ def _as_regex(pattern: str, labels: Mapping[str, Sequence[int | str]], *, longes
         else:
             parts.append(re.escape(other))
     return "".join(parts)
-
-
-def _step_of(name: str) -> dict[str, int | str]:
-    """Return the labels of a checkpoint in a series that was named without braces: the series, and the step."""
-    match = _SERIES.fullmatch(name)
-    return {} if match is None else {"series": match[1], "step": int(match[2])}
 
 
 def _value(text: str) -> int | str:

@@ -1,4 +1,4 @@
-"""Results of lm-evaluation-harness, read or run: an estimate of each metric of a task, paired between models."""
+"""Tasks of lm-evaluation-harness, from its files or run here: an estimate of each metric, paired between models."""
 
 from __future__ import annotations
 
@@ -30,21 +30,16 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(?:samples_(?P<task>.+)|.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl?")
 _WEIGHTED = ("word_perplexity", "byte_perplexity", "bits_per_byte")  # by the words or bytes of each document
 _ROUNDING = 1e-6  # of a value: the probabilities in a Brier score have 8 digits
-_LARGEST = 300.0  # logarithm of a perplexity, whose error has room then
-UNKNOWN = 1_000_000  # samples, where a file has an error and not what it rests on: the interval is a normal one's
+_LARGEST = 300.0  # logarithm of a perplexity: its error is finite then
+UNKNOWN = 1_000_000  # samples of an error from a file that does not say how many: the interval is a normal one
 
 
 @dataclass(frozen=True)
 class Items:
-    """What documents add to a metric.
-
-    Attributes:
-        metric: The metric of lm-evaluation-harness.
-        by_hash: By `doc_hash`, what a document adds, and how much it counts.
-    """
+    """The contributions of documents to a metric."""
 
     metric: str
-    by_hash: dict[str, tuple[float, float]]
+    by_hash: dict[str, tuple[float, float]]  # the sum and the weight of each document, by `doc_hash`
 
     def estimate(self) -> Estimate:
         """Return the metric with its error over documents."""
@@ -69,16 +64,16 @@ class TaskResults:
     """Results of models on tasks of lm-evaluation-harness; it prints as a table.
 
     Attributes:
-        models: By model, the estimate of each metric. Metrics are called `TASK.METRIC`, those of filtered responses
-            `TASK.METRIC.FILTER`.
-        items: By model, what documents add to each metric, where this is known.
+        models: The estimates by model and metric. Metrics are called `TASK.METRIC`, or `TASK.METRIC.FILTER` if
+            responses are filtered.
+        items: The contributions of documents by model and metric, if there are samples.
     """
 
     models: Mapping[str, Mapping[str, Estimate]]
     items: Mapping[str, Mapping[str, Items]]
 
     def difference(self, metric: str, first: str, second: str) -> Estimate:
-        """Return the paired difference of a metric, first model minus second, on the documents that both have.
+        """Return the paired difference of a metric, first model minus second, on their common documents.
 
         Raises:
             IsolossError: A model has no samples of the metric, or they have too few documents in common.
@@ -106,21 +101,21 @@ class TaskResults:
 
 
 def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | Path]) -> TaskResults:
-    r"""Return the results of lm-evaluation-harness in files and folders, with errors and differences between models.
+    r"""Return results of lm-evaluation-harness from files, with errors and paired differences of models.
 
-    A metric is a mean over documents, or a ratio or perplexity weighted by their words or bytes; its error is over
-    documents (`isoloss.statistics.ratio`), also where lm-evaluation-harness prints N/A: of bits per byte, perplexities
-    of texts, and the Brier score. Differences are paired by `doc_hash`. Documents that occur more than once count as
-    often, and as one for the error.
+    A metric is a mean over documents, or a ratio or perplexity weighted by words or bytes. Its error is over documents
+    (`isoloss.statistics.ratio`), even where lm-evaluation-harness prints N/A: bits per byte, perplexities of texts, the
+    Brier score. Differences are paired by `doc_hash`. A repeated document counts as often in the value, and once in the
+    error.
 
     Args:
-        paths: What `lm_eval --output_path FOLDER --log_samples` wrote: folders, at any depth, and files,
+        paths: The output of `lm_eval --output_path FOLDER --log_samples`: folders, searched at any depth, and files,
             `samples_TASK_DATE.jsonl` and `results_DATE.json`. A model is called as its `pretrained`, `NAME` or
-            `NAME@REVISION`. With a mapping from names to paths, all that a path holds is of the model called so.
+            `NAME@REVISION`. In a mapping from names to paths, each path is of one model with that name.
 
     Returns:
-        The results, as read from samples. Metrics that are no such mean, such as F1, and those without samples have
-        value and error of `results_DATE.json`. Of several results of a task, the latest counts.
+        Estimates from samples. A metric that is no such mean, such as F1, or that has no samples, has the value and
+        error of `results_DATE.json`. If a task has several results, the latest counts.
 
     Raises:
         IsolossError: A path holds no results, or a file is damaged.
@@ -170,11 +165,11 @@ def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | P
 def estimates_of(
     samples: Mapping[str, Iterable[Mapping[str, Any]]], results: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Estimate], dict[str, Items]]:
-    """Return an estimate of each metric by name, and what documents add to those of which this is known.
+    """Return the estimates and the contributions of documents, by metric.
 
     Args:
-        samples: By task, what lm-evaluation-harness logs of each document and filter.
-        results: By task, its values and errors.
+        samples: The samples of lm-evaluation-harness, by task.
+        results: Its values and errors, by task.
     """
     estimates: dict[str, Estimate] = {}
     kept: dict[str, Items] = {}
@@ -201,23 +196,23 @@ def estimates_of(
 
 
 def _by_document(samples: Iterable[Mapping[str, Any]]) -> dict[str, Items]:
-    """Return what documents add, by metric and filter; of a metric that is no mean over them, nothing."""
+    """Return the contributions of documents by metric and filter; none to a metric that is no mean over documents."""
     found: dict[str, Items] = {}
     others = {}
     for sample in samples:
         for metric in sample["metrics"]:
             key = f"{metric},{sample['filter']}"
             if (part := _part(metric, sample.get(metric))) is None:
-                others[key] = metric
+                others[key] = Items(metric, {})
                 continue
             documents = found.setdefault(key, Items(metric, {})).by_hash
             amount, size = documents.get(sample["doc_hash"], (0.0, 0.0))
             documents[sample["doc_hash"]] = amount + part[0], size + part[1]
-    return found | {key: Items(metric, {}) for key, metric in others.items()}
+    return found | others
 
 
 def _part(metric: str, value: Any) -> tuple[float, float] | None:
-    """Return what a document adds to a metric, and how much it counts; None: the metric is no mean over documents."""
+    """Return the sum and the weight of a document in a metric; None: the metric is no mean over documents."""
     if isinstance(value, int | float):
         return float(value), 1.0
     try:
@@ -238,7 +233,7 @@ def _unit(metric: str) -> str:
 
 
 def _runs(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], dict[str, Iterator[Mapping[str, Any]]]]]:
-    """Yield the results of each run of lm-evaluation-harness, the earliest first, and its samples by task."""
+    """Yield the results of each run of lm-evaluation-harness and its samples by task, the earliest first."""
     runs: dict[tuple[str, Path], dict[str, Path]] = {}
     for path in paths:
         inside = [path] if path.is_file() else sorted(path.rglob("*.json*"))
@@ -255,7 +250,7 @@ def _runs(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], dict[str, 
         if not isinstance(results, dict) or (about and not isinstance(results.get("results"), dict)):
             raise IsolossError(f"{about} is no results_DATE.json of lm-evaluation-harness: it has no table 'results'")
         told = results.get("results", {})
-        # beside samples that were named, it tells of them alone
+        # if only samples are named, their tasks alone count
         told = told if own else {task: told[task] for task in of_run if task in told}
         model = {"model_name": folder.name, **results, "results": told}
         yield model, {task: _samples(file) for task, file in of_run.items()}
@@ -272,7 +267,7 @@ def _samples(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _model(results: Mapping[str, Any]) -> str:
-    """Return the model that results are of, NAME or NAME@REVISION."""
+    """Return the model of results, NAME or NAME@REVISION."""
     arguments = results.get("config", {}).get("model_args") or {}
     if isinstance(arguments, str):
         arguments = dict(part.partition("=")[::2] for part in arguments.split(","))
@@ -282,8 +277,8 @@ def _model(results: Mapping[str, Any]) -> str:
 
 # --- run on a model --------------------------------------------------------------------------------------------------
 
-IncludePath = Annotated[str | None, setting(), "lm-eval-TASK: folder with YAML files of tasks of your own."]
-Limit = Annotated[int | None, setting(minimum=2), "lm-eval-TASK: documents of each task, the first ones; default: all."]
+IncludePath = Annotated[str | None, setting(), "lm-eval-TASK: folder with YAML files of your own tasks."]
+Limit = Annotated[int | None, setting(minimum=2), "lm-eval-TASK: first documents of each task to take; default: all."]
 NumFewshot = Annotated[int | None, setting(minimum=0), "lm-eval-TASK: examples in a prompt; default: the task's own."]
 _BATCH = 16  # documents at a time
 

@@ -1,4 +1,4 @@
-"""Outcomes of a suite's checkpoints that were measured elsewhere: by lm-evaluation-harness, or in tables."""
+"""Outcomes that were measured elsewhere: results of lm-evaluation-harness, and tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STDERR = "_stderr"
 
 
 class Outcome(NamedTuple):
-    """A number of a checkpoint that was measured elsewhere; an estimate of one sample is a number without an error."""
+    """An imported number of a checkpoint; an estimate with one sample is a number without an error."""
 
     checkpoint: str
     name: str
@@ -28,12 +28,12 @@ class Outcome(NamedTuple):
 
 
 def read_outcomes(paths: Sequence[str | Path], members: Sequence[Member]) -> list[Outcome]:
-    r"""Return the outcomes of a suite's checkpoints in files; those of other checkpoints are left out with a warning.
+    r"""Return the outcomes of checkpoints from files; those of other checkpoints are left out with a warning.
 
     Args:
         paths: Results of lm-evaluation-harness, as for `isoloss.read_lm_eval`; tables, `.csv` or `.tsv`; patterns of
-            either. A table has a column `checkpoint`, or columns of labels that tell the checkpoints apart. Its other
-            columns of numbers are outcomes, and `NAME_stderr` is the error of NAME.
+            either. A table needs a column `checkpoint`, or columns of labels that tell the checkpoints apart. Its other
+            numeric columns are outcomes, and `NAME_stderr` is the error of NAME.
         members: The checkpoints.
 
     Raises:
@@ -60,18 +60,15 @@ def read_outcomes(paths: Sequence[str | Path], members: Sequence[Member]) -> lis
         if len(fitting) == 1:
             found += [Outcome(fitting[0].name, name, estimate) for name, estimate in estimates.items()]
             continue
-        guess = did_you_mean(model, [member.name for member in members])
-        why = f"which is no checkpoint of the suite{guess}"
+        why = f"is no checkpoint of the suite{did_you_mean(model, [member.name for member in members])}"
         if fitting:
-            why = (
-                f"which may belong to {fitting[0].name} or {fitting[1].name}: put results_DATE.json beside the samples"
-            )
-        warn(f"left out: the results of {model}, {why}")
+            why = f"may belong to {fitting[0].name} or {fitting[1].name}: put results_DATE.json beside the samples"
+        warn(f"left out: the results of {model}, which {why}")
     return found
 
 
 def _called(name: str, members: Sequence[Member]) -> list[Member]:
-    """Return the checkpoints that a name may be of: a checkpoint's own, the end of its path, or a folder of results."""
+    """Return the checkpoints that a name may mean: by path, by the end of a path, or by a folder of results."""
 
     def place(path: str) -> str:
         return os.path.realpath(os.path.expanduser(path))
@@ -112,14 +109,13 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
             continue
         name = fitting[0].name
         if len(fitting) > 1:
-            which = f"{name} or {fitting[1].name}"
-            raise IsolossError(f"{path}, line {line}: {told} is {which}; add a column that tells which")
+            raise IsolossError(f"{path}, line {line}: {told} is {name} or {fitting[1].name}; add a column that tells")
         if (first := lines.setdefault(name, line)) != line:
             raise IsolossError(f"{path}, lines {first} and {line} are both for {name}: leave out one of them")
-        about: dict[str, Any] = {"unit": "", "num_predictions": 0}
         for outcome in (outcome for outcome in names if index in numbers[outcome]):
             value, stderr = numbers[outcome][index], numbers.get(f"{outcome}{_STDERR}", {}).get(index)
-            about |= {"samples": 1 if stderr is None else UNKNOWN, "method": f"{outcome} of {path}, line {line}"}
+            samples, method = 1 if stderr is None else UNKNOWN, f"{outcome} of {path}, line {line}"
+            about: dict[str, Any] = {"samples": samples, "unit": "", "num_predictions": 0, "method": method}
             found.append(Outcome(name, outcome, Estimate(value=value, stderr=stderr or 0.0, **about)))
     if others:
         warn(f"{path}: left out rows that match no checkpoint of the suite: {len(others):,} (first: {others[0]})")
@@ -147,7 +143,7 @@ def _read(path: Path) -> Any:
 
 
 def _numbers(path: Path, column: Any) -> dict[int, float]:
-    """Return the numbers of a column by row; of a column of text, none."""
+    """Return the numbers of a column by row; a column of text has none."""
     import polars
 
     found = column.cast(polars.Float64, strict=False)

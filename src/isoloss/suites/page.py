@@ -1,7 +1,7 @@
-"""The page of a suite of checkpoints: what predicts what at one loss, charts whose selections are linked, all numbers.
+"""The page of a suite: the answers, charts with linked selection, and all numbers.
 
-All charts share one list of rows, which the page has once. A selection in one chart brings the same checkpoints forward
-in the others, and marks them in the table.
+All charts share one list of rows. A selection in one chart highlights the same checkpoints in the others and in the
+table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from isoloss.report.charts import Spec, layer, nominal
 from isoloss.report.html import Card, Section, page
 from isoloss.report.html import table as html_table
 from isoloss.report.study_page import Cell, Figure, drawings, every_checkpoint, scripts
-from isoloss.statistics.association import Association
+from isoloss.statistics.association import Association, strongest_first
 from isoloss.statistics.correlation import Correlation
 from isoloss.statistics.estimate import Z95, rounded
 from isoloss.statistics.estimate import number as in_words
@@ -32,12 +32,12 @@ from isoloss.statistics.tables import probability, short_names
 from isoloss.studies.page import without_folders
 from isoloss.suites.table import SuiteTable, column_name
 
-_CARDS, _PAIRS = 5, 3  # the strongest answers have a card each, and panels in the first figure
-_LOSSES = ["#4A5FD9", "#B455A0", "#E0782F"]  # of the lowest loss to the highest: seen on white and on dark paper
+_CARDS, _PAIRS = 5, 3  # the number of cards, and of pairs in the first figure
+_LOSSES = ["#4A5FD9", "#B455A0", "#E0782F"]  # from the lowest loss to the highest, on white and on dark paper
 _UP, _DOWN = "0 114 178", "213 94 0"  # colors of positive and negative correlations
-_LETTERS = 40  # of a line of an axis' title
+_LETTERS = 40  # in a line of an axis title
 _JUMPING = ("loss", "trace", "minimal-trace")
-_FEW = 100  # checkpoints, from which markers are smaller
+_FEW = 100  # checkpoints, above which markers are smaller
 _DIMMED = 0.12
 _PICKS: dict[str, Spec] = {
     "hovered": {"type": "point", "fields": ["checkpoint"], "on": "pointerover", "clear": "pointerout"},
@@ -49,20 +49,19 @@ _PICKING = (
     "The filters of the table 'Every checkpoint' do the same."
 )
 _READING = (
-    "r at one loss is the partial correlation given the loss: the part that a straight line in the loss explains is "
-    "removed from the measure and from the outcome, and r is the correlation of the rest, from -1 to 1.\n"
+    "r at one loss is the partial correlation given the loss: the correlation of the residuals of measure and outcome "
+    "after a straight line in the loss.\n"
     "The interval contains the true r for about 95 of 100 suites like this one. Checkpoints of one cluster are not "
     "independent: the width of the interval depends on the number of clusters.\n"
     "p is the probability of a correlation at least this strong if there were none, by permutations of whole clusters, "
-    "with Holm's correction for all pairs. A pair is shown if p is below 0.05 and the interval over clusters excludes "
-    "0. With levels, the interval over levels must exclude 0, too.\n"
+    "with Holm's correction for all pairs. A pair is shown if p is below 0.05 and the intervals over clusters and over "
+    "levels, if there are any, exclude 0.\n"
     "The smallest r that the suite could show is the true correlation that it finds with a probability of 80 %. A pair "
     "that is not shown may still have a correlation of up to about that size. None means that the suite has too few "
-    "clusters for so many pairs: it can show none of them unless you drop pairs or add clusters.\n"
+    "clusters for so many pairs: drop pairs or add clusters.\n"
     "A jump is a step from one checkpoint of a training run to the next at which the loss or the logarithm of a trace "
-    f"moves more than {JUMP:g} times as far as the median of the neighboring steps (two before and two after), as "
-    "judged by the 95 % intervals. The first step is never a jump, and a run needs at least five checkpoints to have "
-    "one."
+    f"moves more than {JUMP:g} times as far as the median of the neighboring steps, two before and two after, as "
+    "judged by the 95 % intervals. The first step is never a jump, and a run needs at least five checkpoints."
 )
 
 
@@ -70,13 +69,11 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
     """Return the page of a suite as one HTML document that loads nothing.
 
     Args:
-        table: The suite's numbers.
-        associations: Of its measures and outcomes, in the order of the matrix; empty where there are no outcomes.
-        command: The command line that makes the page, which is shown at its end.
+        table: The numbers of the suite.
+        associations: Its answers, in the order of the matrix; empty if there are no outcomes.
+        command: The command line that makes the page, to be shown at its end.
     """
-    suite = _Suite(table)
-    # what is shown comes first, the strongest first; what is not known comes last
-    answers = sorted(associations, key=lambda each: (not each.shown, -abs(each.pearson.value) if each.pearson else 1))
+    suite, answers = _Suite(table), strongest_first(associations)
     figures = list(suite.figures(answers))
     parts = [
         Section(title=figure.title, body=body, folded=number > 1)
@@ -99,7 +96,6 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
         Section(title="Copies and jumps", body="\n".join([*suite.copies(), *suite.jumps()])),
         Section(title="Empty cells", body="\n".join(table.problems())),
         *(each for each in parts if each.folded),
-        Section(title="Every answer", body="\n".join(each.sentence() for each in answers), folded=True),
         Section(title="Every test", body=_tests(answers) if answers else "", folded=True),
         Section(title="Every checkpoint", body=suite.checkpoints(), folded=True),
         Section(title="How to read this", body="\n".join([_READING, *measured]), folded=True),
@@ -115,7 +111,7 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
 
 
 def _cards(answers: Sequence[Association]) -> list[Card]:
-    """Return a card for each of the strongest answers that are shown, and one for those that are not."""
+    """Return a card for each of the strongest answers that are shown, and one for all others."""
     cards = [
         Card(
             label=each.outcome,
@@ -123,12 +119,11 @@ def _cards(answers: Sequence[Association]) -> list[Card]:
             detail=each.sentence(),
             tone="good",
         )
-        for each in itertools.islice((each for each in answers if each.shown), _CARDS)
+        for each in [each for each in answers if each.shown][:_CARDS]
     ]
     if rest := [each for each in answers if not each.shown]:
-        detail = f"The strongest of them: {rest[0]}" if len(rest) > 1 else str(rest[0])
+        label, detail = "Not shown", f"The strongest of them: {rest[0]}" if len(rest) > 1 else str(rest[0])
         value = f"{len(rest)} of {len(answers)} pairs of measure and outcome"
-        label = "Not shown"
         if rest[0].pearson is None:
             label, detail = "Not known", "; ".join(dict.fromkeys(each.problem for each in rest))
         cards.append(Card(label=label, value=value, detail=detail, tone="unclear"))
@@ -144,17 +139,16 @@ def _with_interval(found: Correlation | None) -> str:
 
 def _matrix(associations: Sequence[Association]) -> Markup:
     """Return the table of measures by outcomes: r at one loss, colored; a cell without it says why."""
-    cells = {(each.measure, each.outcome): _cell(each) for each in associations}
-    outcomes = list(dict.fromkeys(outcome for _, outcome in cells))
-    rows = [
-        [measure, *(cells.get((measure, outcome), "") for outcome in outcomes)]
-        for measure in dict.fromkeys(measure for measure, _ in cells)
-    ]
+    rows: dict[str, dict[str, Markup]] = {}
+    for each in associations:
+        rows.setdefault(each.measure, {})[each.outcome] = _cell(each)
+    outcomes = list(dict.fromkeys(each.outcome for each in associations))
     caption = (
         "r at one loss with its 95 % interval. Blue: both rise together; orange: one falls as the other rises; darker "
         "colors: stronger correlations. ✓: shown."
     )
-    return html_table(("measure", *outcomes), rows, left=len(outcomes) + 1, caption=caption)
+    cells = [[measure, *(of_it.get(outcome, "") for outcome in outcomes)] for measure, of_it in rows.items()]
+    return html_table(("measure", *outcomes), cells, left=len(outcomes) + 1, caption=caption)
 
 
 def _cell(found: Association) -> Markup:
@@ -167,7 +161,7 @@ def _cell(found: Association) -> Markup:
 
 
 def _tests(answers: Sequence[Association]) -> Markup:
-    """Return the table of all that was computed of each pair."""
+    """Return the table of all results for each pair."""
     header = (
         *("measure", "outcome", "r at one loss", "rank correlation", "within a band of losses", "over levels"),
         *("granulated Kendall", "permutation p", "p after Holm", "smallest r it could show", "checkpoints", "clusters"),
@@ -194,7 +188,7 @@ def _made(table: SuiteTable, command: str) -> Markup:
 
 @dataclass(frozen=True)
 class _Column:
-    """A measure, or the place along a training, and how it is drawn."""
+    """A measure, or the position in a training run, and how it is drawn."""
 
     name: str  # in the table
     unit: str
@@ -205,12 +199,12 @@ class _Column:
 
     @property
     def title(self) -> str:
-        """Its name with the unit."""
+        """The name with the unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
     @property
     def axis(self) -> Spec:
-        """Its channel."""
+        """The channel of an axis."""
         return {**charts.axis(self.field, None, self.ends, log=self.log), "title": textwrap.wrap(self.title, _LETTERS)}
 
 
@@ -221,20 +215,23 @@ class _Suite:
         self.table, wide = table, table.wide()
         self.names = short_names(wide["checkpoint"].to_list())
         self.labels = {name: wide[name].to_list() for name in table.labels}
-        along = table.along
-        others = [name for name in self.labels if name != along]
+        others = [name for name in self.labels if name != table.along]
         self.group = table.config.levels or table.config.cluster or next(iter(others), "")
+        # a step may be a word, such as the revision `main`
+        along = wide[table.along].cast(pl.Float64, strict=False).to_list() if table.along else [None] * len(wide)
         self.rows: list[dict[str, Any]] = []
         self.cells: list[list[Cell]] = []
-        for row in wide.iter_rows(named=True):
+        for row, position in zip(wide.iter_rows(named=True), along, strict=True):
             name, labels = self.names[row["checkpoint"]], [row[each] for each in self.labels]
             line, group = ", ".join(str(row[each]) for each in others), str(row.get(self.group, ""))
-            self.rows.append({"checkpoint": name, "line": line, "group": group, "along": _number(row.get(along))})
-            self.cells.append([(name, None, None), *((str(each), _number(each), None) for each in labels)])
+            self.rows.append({"checkpoint": name, "line": line, "group": group, "along": position})
+            self.cells.append(
+                [(name, None, None), *((str(each), each if isinstance(each, int) else None, None) for each in labels)]
+            )
         groups = list(dict.fromkeys(row["group"] for row in self.rows))
         self.groups = groups if 1 < len(groups) <= len(data.COLORS) else []
-        places = [row["along"] for row in self.rows if row["along"] is not None]
-        self.along = _Column(along, "", "along", data.ends(places, log=False)) if len({*places}) > 1 else None
+        known = [position for position in along if position is not None]
+        self.along = _Column(table.along, "", "along", data.ends(known, log=False)) if len({*known}) > 1 else None
         # the labels in the charts' rows, by their fields
         named = {"checkpoint": "checkpoint", "group": self.group, "along": self.along.name if self.along else ""}
         self.named = {field: name for field, name in named.items() if name}
@@ -273,16 +270,17 @@ class _Suite:
             yield _Column(name, unit, field, (low_end, high_end), log, scale)
 
     def figures(self, answers: Sequence[Association]) -> Iterator[Figure]:
-        """Yield the figures, those that need no click to be seen first."""
+        """Yield the figures, the open ones first."""
         loss, columns = self.loss, self.columns
-        known = [each for each in answers if each.pearson and {each.measure, each.outcome} <= columns.keys()]
-        if loss and known:
-            pairs = [(columns[each.measure], columns[each.outcome], each) for each in known[:_PAIRS]]
-            panels = [(x, y, f"r = {_with_interval(each.pearson)}") for x, y, each in pairs]
-            panels += [(loss, x, "") for x in dict.fromkeys(x for x, _, _ in pairs)]
-            caption = (
-                "The strongest pairs, each with r at one loss: compare points of one color. Below: their measures."
-            )
+        pairs = [
+            (columns[each.measure], columns[each.outcome], f"r = {_with_interval(each.pearson)}")
+            for each in answers
+            if each.pearson and {each.measure, each.outcome} <= columns.keys()
+        ]
+        if loss and pairs:
+            panels = pairs[:_PAIRS]
+            panels += [(loss, x, "") for x in dict.fromkeys(x for x, _, _ in panels)]
+            caption = "The strongest pairs: compare points of one color. Below: their measures."
             yield self._figure("at-one-loss", "At one loss", panels, f"{caption} {_PICKING}")
         if self.along and columns:
             color = f" in the color of its {self.group}" if self.groups else ""
@@ -290,20 +288,14 @@ class _Suite:
             panels = [(self.along, column, "") for column in columns.values() if column.name != "entropy"]
             caption = f"A line for each training run{color}. {_PICKING}"
             yield self._figure("along", f"Over {self.along.name}", panels, caption)
-        for number, outcome in enumerate(dict.fromkeys(each.outcome for each in known) if loss else ()):
-            panels = [
-                (columns[each.measure], columns[outcome], f"r = {_with_interval(each.pearson)}")
-                for each in known
-                if each.outcome == outcome
-            ]
-            caption = "The strongest r at one loss comes first."
-            yield self._figure(f"outcome-{number}", f"{outcome} against every measure", panels, caption)
+        if loss and len(pairs) > _PAIRS:
+            yield self._figure("every-pair", "Every measure against every outcome", pairs, "")
         if loss and len(columns) > 1:
             panels = [(loss, column, "") for column in columns.values() if column != loss]
             yield self._figure("against-the-loss", "Everything against the loss", panels, "")
 
     def _figure(self, name: str, title: str, panels: Sequence[tuple[_Column, _Column, str]], caption: str) -> Figure:
-        """Return a figure of panels (x, y, title), in all of which the same checkpoints are in front."""
+        """Return a figure of panels (x, y, title) with linked selection."""
         picks = _PICKS
         if panels[0][0] == self.along and self.groups:
             picks = picks | {"picked_group": {"type": "point", "fields": ["group"]}}
@@ -320,7 +312,7 @@ class _Suite:
         return Figure(name=name, title=title, chart=chart, caption=caption, formats=())
 
     def _panel(self, x: _Column, y: _Column, picks: Sequence[str]) -> Spec:
-        """Return points with bars, colored by the loss; or, along the trainings, with lines and by the group."""
+        """Return points with error bars, colored by the loss; over steps, also lines, colored by the group."""
         color: Spec = {"value": data.COLORS[0]}
         if x != self.along and self.loss:
             loss, scale = self.loss, {"range": _LOSSES}
@@ -350,28 +342,28 @@ class _Suite:
         return {"layer": [{**each, "transform": valid} for each in layers]}
 
     def copies(self) -> Iterator[str]:
-        """Yield a sentence for all checkpoints of the same weights."""
+        """Yield a sentence for each set of checkpoints with identical weights."""
         for first, others in self.table.copies().items():
             same = " and ".join(self.names[name] for name in (first, *others))
             yield f"Copies: {same} have identical weights, and count once, as {self.names[first]}."
 
     def jumps(self) -> Iterator[str]:
-        """Yield a sentence for each jump of a loss or trace along a training."""
+        """Yield a sentence for each jump of a loss or trace along a training run."""
         for place, column in enumerate(self.columns.values(), start=1 + len(self.labels)):
             kind = column.name.partition(" (")[0]
             lines: dict[str, list[tuple[float, float, float, str]]] = {}
             for row, cells in zip(self.rows, self.cells, strict=True):
                 text, value, stderr = cells[place]
-                if row["along"] is not None and value and value > 0 and stderr is not None and kind in _JUMPING:
+                if kind in _JUMPING and row["along"] is not None and value and value > 0 and stderr is not None:
                     # a trace moves by factors
                     point = (value, stderr) if kind == "loss" else (math.log(value), stderr / value)
                     lines.setdefault(row["line"], []).append((row["along"], *point, f"{text} in {cells[0][0]}"))
-            for line in map(sorted, lines.values()):
-                steps = list(itertools.pairwise(line))
-                moves = [after[1] - before[1] for before, after in steps]
-                halves = [Z95 * math.hypot(before[2], after[2]) for before, after in steps]
-                for i in find_jumps([(move - half, move + half) for move, half in zip(moves, halves, strict=True)]):
-                    way = "rises" if moves[i] > 0 else "falls"
+            for line in lines.values():
+                steps = list(itertools.pairwise(sorted(line)))
+                moves = [(b[1] - a[1], Z95 * math.hypot(a[2], b[2])) for a, b in steps]
+                intervals = [(move - half, move + half) for move, half in moves]
+                for i in find_jumps(intervals, [b[0] - a[0] for a, b in steps]):
+                    way = "rises" if moves[i][0] > 0 else "falls"
                     yield f"Jump: {column.name} {way} from {steps[i][0][3]} to {steps[i][1][3]}."
 
     def checkpoints(self) -> Markup:
@@ -389,11 +381,3 @@ class _Suite:
             fields=fields | {field: (name, 1) for field, name in self.named.items()},
             elsewhere="read the suite's table",
         )
-
-
-def _number(value: Any) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None

@@ -1,7 +1,4 @@
-"""How large checkpoints are, and what has to be downloaded: by files' headers, the hub's metadata, or the suite itself.
-
-No weight is read.
-"""
+"""The sizes of checkpoints and of their downloads, without reading weights."""
 
 from __future__ import annotations
 
@@ -15,16 +12,16 @@ from isoloss.checkpoints.stored import stored_weights
 from isoloss.errors import IsolossError
 from isoloss.suites.config import Member, SuiteConfig
 
-_STORED = 2  # bytes of a parameter on the hub, where nothing tells: most are in 16 bits
+_STORED = 2  # bytes of a parameter on the hub, if nothing tells: most are in 16 bits
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a checkpoint is."""
+    """The size of a checkpoint."""
 
     parameters: int | None = None  # None: not known
-    download: int | None = None  # bytes that are not on this machine
-    source: str = "nothing"  # where the numbers come from
+    download: int | None = None  # in bytes; 0 if it is on this machine
+    source: str = "nothing"  # of the numbers
 
 
 def sizes(config: SuiteConfig, members: tuple[Member, ...]) -> dict[str, Size]:
@@ -46,7 +43,7 @@ def sizes(config: SuiteConfig, members: tuple[Member, ...]) -> dict[str, Size]:
 
 
 def _of_hub(name: str, revision: str | None) -> tuple[Size | None, bool]:
-    """Return the size by the hub's metadata, and whether the hub answers."""
+    """Return the size from the hub's metadata, and whether the hub answers."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 

@@ -25,14 +25,14 @@ RECORD, TABLE, PAGE = "suite.json", "suite.parquet", "index.html"
 
 @dataclass(frozen=True, eq=False)
 class SuiteTable:
-    """A suite's numbers.
+    """The numbers of a suite.
 
     Attributes:
-        frame: A `polars.DataFrame`, a row for each checkpoint, text and estimate: checkpoint, a column for each label,
-            text, measure, value, stderr, low and high (the ends of the 95 % interval), unit, samples, problem (why
-            there is no number; else null) and sha256 (of the weights).
-        labels: The names of the labels' columns.
-        config: The suite.
+        frame: A `polars.DataFrame` with a row for each checkpoint, text and estimate. Its columns are checkpoint, the
+            labels, text, measure, value, stderr, low and high (the 95 % interval), unit, samples, problem (why there is
+            no number, else null), and sha256 (of the weights).
+        labels: The names of the labels.
+        config: The settings of the suite.
     """
 
     frame: Any
@@ -43,27 +43,24 @@ class SuiteTable:
     def of(
         cls, config: SuiteConfig, members: Sequence[Member], rows: Iterable[tuple[Member, Mapping[str, Any]]]
     ) -> SuiteTable:
-        """Return the table of rows, as `number` and `empty` make them, each with its checkpoint."""
+        """Return the table of rows from `number` and `empty`, each with its checkpoint."""
         with naming_extras():
             import polars
 
         labels = label_names(member.labels for member in members)
-        whole = {name: all(isinstance(each.labels.get(name, 0), int) for each in members) for name in labels}
-        types: dict[str, Any] = dict.fromkeys(COLUMNS, polars.String)
-        types |= dict.fromkeys(("value", "stderr", "low", "high"), polars.Float64) | {"samples": polars.Int64}
-        types |= {name: polars.Int64 if whole[name] else polars.String for name in labels}
-        columns: dict[str, list[Any]] = {name: [] for name in ("checkpoint", *labels, *COLUMNS[1:])}
-        for member, row in rows:
-            texts = {name: label if whole[name] else str(label) for name, label in member.labels.items()}
-            cells = {"checkpoint": member.name, **texts, **row}
-            for name, column in columns.items():
-                column.append(cells.get(name))
-        schema = {name: types[name] for name in columns}
-        return cls(polars.DataFrame(columns, schema=schema, strict=False), labels, config)
+        words = {name for each in members for name, label in each.labels.items() if isinstance(label, str)}
+        schema: dict[str, Any] = dict.fromkeys(("checkpoint", *labels, *COLUMNS[1:]), polars.String)
+        schema |= dict.fromkeys(("value", "stderr", "low", "high"), polars.Float64)
+        schema |= dict.fromkeys(("samples", *(name for name in labels if name not in words)), polars.Int64)
+        cells = [
+            {"checkpoint": member.name, **{k: str(v) if k in words else v for k, v in member.labels.items()}, **row}
+            for member, row in rows
+        ]
+        return cls(polars.DataFrame(cells, schema, strict=False), labels, config)
 
     @classmethod
     def read(cls, folder: Path) -> SuiteTable:
-        """Return the table that `write` left in the folder of a suite."""
+        """Return the table in the folder of a suite."""
         with naming_extras():
             import polars
 
@@ -80,14 +77,14 @@ class SuiteTable:
 
     @property
     def along(self) -> str:
-        """The label of the place in a training; empty: there is none."""
+        """The label of the position in a training run; empty: there is none."""
         return self.config.along or ("step" if "step" in self.labels else "")
 
     def wide(self) -> Any:
         """Return a `polars.DataFrame` with a row for each checkpoint, in the order of the suite.
 
-        Its columns are the checkpoint, the labels and, for each measure, its value and `NAME_stderr`. Where there are
-        several texts, the measure's name is `measure (text)`. Null: there is no number.
+        Its columns are checkpoint, the labels, and the value and `NAME_stderr` of each measure. With several texts, the
+        columns are called `measure (text)`. An empty cell is null.
         """
         import polars
 
@@ -105,7 +102,7 @@ class SuiteTable:
         return polars.DataFrame([[row.get(name) for name in schema] for row in rows.values()], schema, orient="row")
 
     def clusters(self) -> list[str]:
-        """Return what is independent, for each row of `wide`: the label `cluster`, else all labels but `along`."""
+        """Return the independent unit of each row of `wide`: its label `cluster`, else all labels except `along`."""
         wide = self.wide()
         names = [self.config.cluster] if self.config.cluster else [name for name in self.labels if name != self.along]
         if not names:
@@ -116,46 +113,43 @@ class SuiteTable:
         return [", ".join(f"{name} {row[name]}" for name in names) for row in wide.iter_rows(named=True)]
 
     def copies(self) -> dict[str, list[str]]:
-        """Return the checkpoints that have the weights of another one, by the first of each."""
-        first: dict[str, str] = {}
-        found: dict[str, dict[str, None]] = {}
-        for checkpoint, weights in self.frame.select("checkpoint", "sha256").iter_rows():
-            if weights and (original := first.setdefault(weights, checkpoint)) != checkpoint:
-                found.setdefault(original, {})[checkpoint] = None
-        return {original: list(others) for original, others in found.items()}
+        """Return the checkpoints that have the weights of an earlier one, by that one."""
+        alike: dict[str, list[str]] = {}
+        for checkpoint, weights in self.frame.select("checkpoint", "sha256").unique(maintain_order=True).iter_rows():
+            if weights:
+                alike.setdefault(weights, []).append(checkpoint)
+        return {first: others for first, *others in alike.values() if others}
 
     def roles(self, predict: Sequence[str] = ()) -> tuple[str, list[str], list[str]]:
-        """Return the columns of `wide` by what they are: the loss, the measures and the outcomes.
+        """Return the columns of `wide` by role: the loss (of the first text), the measures, and the outcomes.
 
-        The loss is that of the first text. The outcomes are those of the suite and `predict`; without any, what was
-        imported, which has no weights beside it; else the rises of the loss. The losses of other texts are neither
-        measures nor outcomes, and the parts of a loss are not.
+        The outcomes are those of the suite and of `predict`, else the imported ones, else the rises of the loss. Losses
+        on other texts and the parts of a loss have no role.
 
         Raises:
-            IsolossError: `predict` names what is not in the table.
+            IsolossError: A name in `predict` is no column.
         """
         wide = self.wide()
         named = [name for name in wide.columns if f"{name}_stderr" in wide.columns]
         bare = {name: name.partition(" (")[0] for name in named}
         losses = [name for name in named if bare[name] in ("loss", "kl", "entropy")]
-        elsewhere = self.frame.filter(self.frame["sha256"].is_null()).drop_nulls("value")["measure"]
-        imported = list(dict.fromkeys(elsewhere))
+        # imported numbers have no weights beside them
+        imported = set(self.frame.filter(self.frame["sha256"].is_null()).drop_nulls("value")["measure"])
         outcomes: dict[str, None] = {}
-        for wanted in (*self.config.outcomes, *predict) or imported or RISES:
-            # a task of lm-evaluation-harness has its own name in those of its metrics
-            starts = f"{wanted}, ", f"{wanted.removeprefix('lm-eval-')}."
-            found = [name for name in named if wanted in (name, bare[name]) or bare[name].startswith(starts)]
+        for wanted in (*self.config.outcomes, *predict) or [name for name in named if name in imported] or RISES:
+            found = [name for name in named if wanted in (name, bare[name]) or bare[name].startswith(parts_of(wanted))]
             if not found and wanted in predict:
                 known = did_you_mean(wanted, named) or f"; it has {', '.join(named)}"
                 raise IsolossError(f"the table has no column {wanted!r}{known}")
             outcomes |= dict.fromkeys(found)
         loss = next((name for name in losses if bare[name] == "loss"), "")
-        return loss, [name for name in named if name not in (*losses, *imported, *outcomes)], list(outcomes)
+        others = {*losses, *imported, *outcomes}
+        return loss, [name for name in named if name not in others], list(outcomes)
 
     def associations(self, predict: Sequence[str] = ()) -> tuple[Association, ...]:
         """Return which measure predicts which outcome at one loss; `predict`: further outcomes.
 
-        Checkpoints of the same weights count once, as the first of them.
+        Of checkpoints with identical weights, only the first counts.
         """
         from isoloss.statistics.association import associate
 
@@ -167,8 +161,7 @@ class SuiteTable:
         varying = [name for name in self.labels if wide[name].n_unique() > 1]
         columns = {name: wide[name].to_list() for name in (*varying, loss, *measures, *outcomes)}
         columns |= {cluster: self.clusters()}
-        copies = set().union(*self.copies().values())
-        once = [name not in copies for name in wide["checkpoint"]]
+        once = ~wide["checkpoint"].is_in(list(itertools.chain(*self.copies().values())))
         return associate(
             {name: list(itertools.compress(values, once)) for name, values in columns.items()},
             measures=measures,
@@ -182,7 +175,7 @@ class SuiteTable:
         )
 
     def problems(self) -> list[str]:
-        """Return a line for each reason why cells are empty, with how many and where."""
+        """Return a line for each reason why cells are empty, with one of them and the number of others."""
         found: dict[str, list[str]] = {}
         names = short_names(self.frame["checkpoint"].unique(maintain_order=True).to_list())
         for row in self.frame.iter_rows(named=True):
@@ -195,12 +188,17 @@ class SuiteTable:
 
 
 def column_name(measure: str, text: str) -> str:
-    """Return what a measure is called among those of several texts."""
+    """Return the name of a measure's column; `text` is empty if there is only one."""
     return f"{measure} ({text})" if text else measure
 
 
+def parts_of(outcome: str) -> tuple[str, str]:
+    """Return how the names of the columns begin if a measure or a task of lm-evaluation-harness has several."""
+    return f"{outcome}, ", f"{outcome.removeprefix('lm-eval-')}."
+
+
 def number(text: str, measure: str, estimate: Estimate, sha256: str | None = None) -> dict[str, Any]:
-    """Return the row of an estimate."""
+    """Return the cells of an estimate."""
     row = estimate.row()
     row |= {"low": row.pop("low95"), "high": row.pop("high95")}
     if estimate.samples == 1:  # imported, and its error is not known
@@ -211,5 +209,5 @@ def number(text: str, measure: str, estimate: Estimate, sha256: str | None = Non
 
 
 def empty(text: str, measure: str, problem: str, sha256: str | None = None) -> dict[str, Any]:
-    """Return the row of a number that there is not, with the reason."""
+    """Return the cells of a missing number, with the reason."""
     return {"text": text, "measure": measure, "problem": problem, "sha256": sha256}

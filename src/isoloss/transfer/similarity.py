@@ -178,7 +178,8 @@ def state_ranks(states: torch.Tensor, clusters: torch.Tensor) -> dict[str, Estim
 
     Both are of the covariance of all states, so m should be far above d; see `effective_rank` and
     `effective_dimension`. A change of the covariance by a cluster moves eigenvalue l_k by its mean of (v_k'x)^2 - l_k,
-    for the eigenvector v_k and centered states x; the error is the jackknife's, to first order.
+    for the eigenvector v_k and centered states x; the error is the jackknife's, to first order. Of few clusters, both
+    are a little too small: by up to an error for 40 documents of 16 tokens and d = 16, and by less the more there are.
 
     Args:
         states: (m, d), in any floating-point type.
@@ -198,6 +199,9 @@ def state_ranks(states: torch.Tensor, clusters: torch.Tensor) -> dict[str, Estim
 
     from isoloss.statistics.ratio import by_leaving_out, from_influence
 
+    number = int(clusters.max()) + 1
+    if number < 2:
+        raise IsolossError("an error bar needs at least 2 independent sequences or documents")
     mean, blocks = states.mean(dim=0, dtype=torch.float64), torch.split(states, _COLUMNS)
     covariance = sum(((x := block - mean).T @ x for block in blocks), torch.zeros(())) / len(states)
     values, vectors = torch.linalg.eigh(covariance)
@@ -213,7 +217,6 @@ def state_ranks(states: torch.Tensor, clusters: torch.Tensor) -> dict[str, Estim
     of_ratio = 2 * ratio * (1 / total - values / square)
     slopes = torch.stack([of_rank, of_ratio], dim=1)
     moved = torch.cat([((block - mean) @ vectors).square() @ slopes for block in blocks])
-    number = int(clusters.max()) + 1
     sums = moved.new_zeros(number, 2).index_add_(0, clusters, moved)
     sizes = clusters.bincount(minlength=number).double()
     psi = by_leaving_out(sums, sizes)

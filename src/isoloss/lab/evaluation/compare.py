@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from isoloss import files
+from isoloss.checkpoints.places import split_module
 from isoloss.comparison.kept import Kept
 from isoloss.comparison.models import PROBE, ModelComparison
 from isoloss.comparison.traces import Incomplete, Model, compare_traces, named_models
@@ -23,9 +24,10 @@ from isoloss.flatness._batches import as_tensors
 from isoloss.flatness.robustness import ROBUSTNESS, Noise, loss_rises
 from isoloss.lab.evaluation.context import Checkpoints, MeasureContext, ModelInfo, data_context, language_context
 from isoloss.lab.evaluation.input_config import InputConfig, language_of_runs
-from isoloss.lab.evaluation.measures.base import MeasureResult
+from isoloss.lab.evaluation.measures.base import Measure, MeasureResult
 from isoloss.lab.evaluation.measures.flatness import flatness_measure
 from isoloss.lab.evaluation.measures.transfer import Probe, task_probes
+from isoloss.machine import resolve_device
 from isoloss.runs import last_checkpoint, versions
 from isoloss.statistics.checking import at_least, positive
 from isoloss.statistics.comparison import times
@@ -33,7 +35,7 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio_estimate
 from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO
 from isoloss.statistics.tables import label
-from isoloss.text.inputs import drawn_rows
+from isoloss.text.inputs import Inputs, drawn_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -163,35 +165,27 @@ def compare(
     )
 
     # 1. the inputs that all models are measured on, and the few of them on which the weights are changed
+    read: Inputs | None = None
     if batches is None:
         # a measurement that may stop early takes its inputs in random order, or it would be of the start of the data
         is_shuffled = rtol is not None or seconds is not None
         context = shared_context(
             named, checkpoints.infos, data, tokenizer, inputs or InputConfig(), shuffled=is_shuffled
         )
-        for name, measure in others.items():
-            if (reason := measure.why_not_applicable(context)) is not None:
-                raise IsolossError(f"{name} cannot be measured: {reason}")
-        made, causal = context.inputs(num_sequences, seed), context.is_causal
-        batches, few = made.batches, made.some(_ROBUSTNESS_SEQUENCES, seed).batches
-        read, bytes_per_token = made.description, made.bytes_per_token
-        auxiliary_sample = made.auxiliary_sample if context.has_embeddings else None
-        probes = _fitting(probes, pooling, context, checkpoints.infos)
+        probes = _fitting(probes, others, pooling, context, checkpoints.infos)
+        read, causal = context.inputs(num_sequences, seed), context.is_causal
+        batches, few = read.batches, read.some(_ROBUSTNESS_SEQUENCES, seed).batches
+        auxiliary_sample = read.auxiliary_sample if context.has_embeddings else None
     else:
-        given = {
-            "data": data,
-            "tokenizer": tokenizer,
-            "inputs": inputs,
-            "tasks": tasks or None,
-            "measures": measures or None,
-        }
-        if unused := [name for name, value in given.items() if value is not None]:
+        for_text: dict[str, Any] = {"data": data, "tokenizer": tokenizer, "inputs": inputs}
+        for_text |= {"tasks": tasks or None, "measures": measures or None}
+        if unused := [name for name, value in for_text.items() if value is not None]:
             raise IsolossError(f"batches are given: leave out {' and '.join(unused)}, for reading text, or the batches")
         if not isinstance(batches, Mapping):  # that one is refused by the measurement
             batches = list(as_tensors(batches))
-        few, read, bytes_per_token, auxiliary_sample = _some(batches, seed), "", None, None
+        few, auxiliary_sample = _some(batches, seed), None
 
-    # 2. of each model, while it is loaded: trace and minimal trace, then robustness and the tasks
+    # 2. of each model, while it is loaded: trace and minimal trace, then robustness, further measures and tasks
     changes = {
         name: dataclasses.replace(change, seed=seed) if isinstance(change, Noise) else change
         for name, change in ROBUSTNESS.items()
@@ -204,40 +198,27 @@ def compare(
             found |= {label(name, each, tuple(estimates)): estimate for each, estimate in estimates.items()}
         return found | {f"{PROBE}{task}": _accuracy(probe, model, context) for task, probe in probes.items()}
 
+    kept = None
+    if output is not None:
+        chosen = [
+            *(settings, sorted(others), robustness, causal, rtol, seconds, str(dtype), str(resolve_device(device))),
+            *(str(attention), tasks, task_data, pooling, module, _contents((*tasks, *task_data), module)),
+        ]
+        held = batches if isinstance(batches, list) else []
+        read_by_all = [_sha256(each) for each in (held, few, auxiliary_sample or ())]
+        # the first model decides the controls of all
+        decisive = {"versions": versions(), "first model": next(iter(named)), "inputs": read_by_all, "settings": chosen}
+        kept = Kept(Path(output), decisive)
+
     # 3. one table, which judges itself
     def judged(compared: TraceComparison) -> ModelComparison:
         fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
-        if bytes_per_token:
-            # the number of bytes is taken as exact, so a difference of two models is as certain as in nats
-            bits = {
-                name: times(estimates["loss"], 1 / (bytes_per_token * math.log(2)))
-                for name, estimates in compared.models.items()
-            }
-            fields["models"] = {
-                name: {**estimates, "bits_per_byte": dataclasses.replace(bits[name], unit="bits per byte")}
-                for name, estimates in compared.models.items()
-            }
+        if read is not None and read.bytes_per_token:
+            fields["models"] = _with_bits_per_byte(compared.models, read.bytes_per_token)
+        description = "" if read is None else read.description
         return ModelComparison(
-            **fields, loss_margin=loss_margin, min_ratio=min_ratio, inputs=read, measures=tuple(others)
+            **fields, loss_margin=loss_margin, min_ratio=min_ratio, inputs=description, measures=tuple(others)
         )
-
-    kept = None
-    if output is not None:
-        # what a path names may change; the first model decides the controls of all
-        own_files = [
-            Path(place) for _, is_given, place in (each.partition("=") for each in (*tasks, *task_data)) if is_given
-        ]
-        held = batches if isinstance(batches, list) else []
-        about = {
-            "versions": versions(),
-            "first model": next(iter(named)),
-            "inputs": [_sha256(each) for each in (held, few, auxiliary_sample or ())],
-            "settings": [
-                *(settings, sorted(others), robustness, causal, rtol, seconds, str(dtype), device, str(attention)),
-                *(tasks, task_data, pooling, [files.sha256(file) for file in own_files if file.is_file()]),
-            ],
-        }
-        kept = Kept(Path(output), about)
 
     try:
         compared = compare_traces(
@@ -285,9 +266,16 @@ def shared_context(
 
 
 def _fitting(
-    probes: Mapping[str, Probe], pooling: Any, context: MeasureContext, infos: Sequence[ModelInfo]
+    probes: Mapping[str, Probe],
+    others: Mapping[str, Measure],
+    pooling: Any,
+    context: MeasureContext,
+    infos: Sequence[ModelInfo],
 ) -> dict[str, Probe]:
-    """Return the probes of tasks with their pooling; refuse a task that a model cannot be measured on."""
+    """Return the probes of tasks with their pooling; refuse a task or measure that a model cannot be measured on."""
+    for name, measure in others.items():
+        if (reason := measure.why_not_applicable(context)) is not None:
+            raise IsolossError(f"{name} cannot be measured: {reason}")
     if probes and pooling == "first" and context.is_causal:
         raise IsolossError(
             "pooling is first, but the first token of a causal model has seen no other: choose last or mean"
@@ -297,14 +285,33 @@ def _fitting(
     fitting = {task: dataclasses.replace(probe, probe_pooling=pooling) for task, probe in probes.items()}
     for task, probe in fitting.items():
         if (reason := probe.why_not_applicable(context)) is not None:
-            files = "" if probe.task_data else f"; with task_data, {task}=PATH, its examples are read from files"
-            raise IsolossError(f"the task {task} cannot be measured: {reason}{files}")
+            from_files = "" if probe.task_data else f"; with task_data, {task}=PATH, its examples are read from files"
+            raise IsolossError(f"the task {task} cannot be measured: {reason}{from_files}")
         try:
             for info in infos:
                 probe.check_model(info, context)
         except IsolossError as error:
             raise IsolossError(f"the task {task} cannot be measured: {error}") from error
     return fitting
+
+
+def _contents(named: Sequence[str], module: str | None) -> list[str]:
+    """Return the SHA-256 of each file that tasks, as NAME=PATH, and a module are read from: a path tells little."""
+    paths = [Path(path).expanduser() for _, _, path in (each.partition("=") for each in named) if path]
+    paths += [] if module is None else [split_module(module)[0]]
+    found = (file for path in paths for file in sorted((path, *path.rglob("*"))) if file.is_file())
+    return [files.sha256(file) for file in found]
+
+
+def _with_bits_per_byte(
+    models: Mapping[str, Mapping[str, Estimate]], bytes_per_token: float
+) -> dict[str, dict[str, Estimate]]:
+    """Add the loss in bits per byte. The bytes are taken as exact, so a difference is as certain as in nats."""
+    bits = {name: times(estimates["loss"], 1 / (bytes_per_token * math.log(2))) for name, estimates in models.items()}
+    return {
+        name: {**estimates, "bits_per_byte": dataclasses.replace(bits[name], unit="bits per byte")}
+        for name, estimates in models.items()
+    }
 
 
 def _sha256(batches: Iterable[Mapping[str, Any]]) -> str:
@@ -328,14 +335,13 @@ def _some(batches: Iterable[Mapping[str, Any]], seed: int) -> list[dict[str, Any
     ):
         chosen = rows.nonzero()[:, 0]
         if len(chosen):
-            few.append({name: _rows(name, value, chosen, len(rows)) for name, value in batch.items()})
+            few.append(dict(batch))
+            for name, value in batch.items():
+                if isinstance(value, torch.Tensor):
+                    few[-1][name] = value[chosen.to(value.device)] if len(value) == len(rows) else value
+                elif name == "documents":
+                    few[-1][name] = [value[row] for row in chosen.tolist()]
     return few
-
-
-def _rows(name: str, value: Any, chosen: torch.Tensor, size: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[chosen.to(value.device)] if len(value) == size else value
-    return [value[row] for row in chosen.tolist()] if name == "documents" else value
 
 
 def _accuracy(measure: Probe, model: nn.Module, context: MeasureContext) -> Estimate:

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 from isoloss.config import setting
+from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.measures.base import FunctionMeasure, MeasureResult, digest, requires
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ def bracket_parts(model: Any, *, language: Any) -> dict[str, Estimate]:
     Raises:
         IsolossError: The model is no bracket-attention, or its f is 0 in every context.
     """
-    from isoloss.errors import IsolossError
     from isoloss.statistics.estimate import Estimate
 
     if model.config.model_type != "isoloss-bracket-attention":
@@ -73,7 +73,6 @@ def parts(model: Any, contexts: torch.Tensor) -> dict[str, float]:
     """Return what `bracket_parts` finds on contexts (n, T + 1), by name, in float64; a model of zeros is refused."""
     import torch
 
-    from isoloss.errors import IsolossError
     from isoloss.lab.models.bracket_attention import Weights, squares
 
     base, dtype = model.base_model, torch.float64

@@ -1,6 +1,6 @@
 """Measures of flatness: the functions of `isoloss.flatness` with the settings that an evaluation records.
 
-The functions are imported when a measure is taken, because settings and their help must not load torch.
+The functions are loaded when a measure is taken, because settings and their help must not load torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from isoloss import flatness
 from isoloss.config import setting
 from isoloss.errors import IsolossError, did_you_mean
 from isoloss.lab.evaluation.measures.base import (
@@ -75,6 +76,7 @@ Matrix = Annotated[
     "largest-eigenvalue, spectral-density: the Gauss-Newton matrix (the Fisher), or the Hessian at the given labels.",
 ]
 
+_RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 _FRONTIER_BATCH = 8  # sequences in a step of fine-tuning
 
 
@@ -112,8 +114,6 @@ def trace(
     **options: Any,
 ) -> Estimate:
     """Trace of the Fisher, which equals that of the Hessian where the model's conditionals are the true ones."""
-    from isoloss import flatness
-
     given: dict[str, Any] = {"num_probes": num_probes, "seed": seed, "auxiliary_sample": auxiliary_sample}
     return flatness.fisher_trace(model, batches, method=trace_method, **given, **options)
 
@@ -168,16 +168,11 @@ def rescaling_control(
     **options: Any,
 ) -> dict[str, Estimate]:
     """Trace and minimal trace after a random exact rescaling: only the plain one should change."""
-    from isoloss import flatness
-
     other = flatness.rescaled_at_random(model, granularity=rescaling_granularity, seed=seed)
     options |= {"num_probes": num_probes, "trace_method": trace_method, "seed": seed}
     options |= {"auxiliary_sample": auxiliary_sample}
     minimum = minimal_trace(other, batches, rescaling_granularity=rescaling_granularity, **options)
-    return {
-        "trace-rescaled-at-random": trace(other, batches, **options),
-        "minimal-trace-rescaled-at-random": minimum,
-    }
+    return {"trace-rescaled-at-random": trace(other, batches, **options), "minimal-trace-rescaled-at-random": minimum}
 
 
 def trace_in(
@@ -255,8 +250,6 @@ def _logits_differ(small: Any, large: Any, batches: Sequence[Batch], *, causal: 
 
 def empirical_fisher(model: Any, batches: Any, *, seed: int = 0, **options: Any) -> Estimate:
     """Trace of the empirical Fisher: mean squared gradient norm at the given labels."""
-    from isoloss import flatness
-
     return flatness.empirical_fisher_trace(model, batches, seed=seed, **options)
 
 
@@ -264,8 +257,6 @@ def diagonal_fisher(
     model: Any, batches: Any, *, num_probes: NumProbes = None, seed: int = 0, **options: Any
 ) -> MeasureResult:
     """Diagonal of the Fisher, an entry a weight; with --output as safetensors by parameter name."""
-    from isoloss import flatness
-
     entries, trace = flatness.diagonal_fisher(model, batches, num_probes=num_probes or 1, seed=seed, **options)
     more = {name: values.cpu().numpy() for name, values in entries.items()}
     return MeasureResult(estimates={"diagonal-fisher": trace}, more=more)
@@ -291,8 +282,6 @@ def hessian_trace(
     **options: Any,
 ) -> Estimate:
     """Trace of the Hessian at the given labels: the Fisher's part and the residual."""
-    from isoloss import flatness
-
     if hessian_method == "published-code":  # its probes and its error are those of batches
         batches = _in_batches(batches, hessian_group_size)
     return flatness.hessian_trace(
@@ -320,8 +309,6 @@ def _in_batches(batches: Sequence[Batch], size: int) -> list[Batch]:
 
 def squared_norm(model: Any) -> Estimate:
     """Sum of the squared parameters: exact."""
-    from isoloss import flatness
-
     return flatness.squared_parameter_norm(model)
 
 
@@ -329,22 +316,16 @@ def weighted_trace(
     model: Any, batches: Any, *, num_probes: NumProbes = None, seed: int = 0, **options: Any
 ) -> Estimate:
     """Trace of the Fisher, each parameter counted by its square: invariant to rescaling."""
-    from isoloss import flatness
-
     return flatness.weighted_fisher_trace(model, batches, num_probes=num_probes or 1, seed=seed, **options)
 
 
 def fisher_rao(model: Any, batches: Any, **options: Any) -> Estimate:
     """Squared Fisher-Rao norm of the parameters: invariant to rescaling."""
-    from isoloss import flatness
-
     return flatness.fisher_rao_norm(model, batches, **options)
 
 
 def relative_flatness(model: Any, batches: Any, **options: Any) -> Estimate:
     """Relative flatness of the last linear map: invariant to rescaling whole tensors."""
-    from isoloss import flatness
-
     return flatness.relative_flatness(model, batches, **options)
 
 
@@ -361,8 +342,6 @@ def sam_sharpness(
     **options: Any,
 ) -> Estimate:
     """Rise of a batch's loss in its worst direction within a small ball around the weights."""
-    from isoloss import flatness
-
     batches = _in_batches(batches, sharpness_batch_size)
     return flatness.sam_sharpness(model, batches, rho=sharpness_rho, num_steps=sharpness_steps, **options)
 
@@ -395,8 +374,6 @@ def noise_sharpness(
     **options: Any,
 ) -> Estimate:
     """Expected rise of the loss under Gaussian noise on the weights."""
-    from isoloss import flatness
-
     given: dict[str, Any] = {"relative_std": noise_relative_std, "num_probes": num_probes, "seed": seed}
     return flatness.noise_sharpness(model, batches, **given, **options)
 
@@ -406,9 +383,8 @@ def _rise_of(name: str, values: str) -> Callable[..., Estimate]:
 
     def rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
         from isoloss.flatness.formats import FORMATS
-        from isoloss.flatness.robustness import loss_rises
 
-        return loss_rises(model, batches, {name: FORMATS[name]}, causal=causal, progress=progress)[name]
+        return flatness.loss_rises(model, batches, {name: FORMATS[name]}, causal=causal, progress=progress)[name]
 
     rise.__doc__ = f"Rise of the loss when the weights of linear maps are rounded to {values}."
     return rise
@@ -430,10 +406,8 @@ def noise_rise(
     model: Any, batches: Any, *, seed: int = 0, causal: bool | None = None, progress: Any = None
 ) -> Estimate:
     """Rise of the loss under noise of 10 % of each tensor's root mean square, in pairs of opposite sign."""
-    from isoloss.flatness import Noise, loss_rises
-
-    change = Noise(relative_std=0.1, seed=seed)
-    return loss_rises(model, batches, {"noise": change}, causal=causal, progress=progress)["noise"]
+    change = flatness.Noise(relative_std=0.1, seed=seed)
+    return flatness.loss_rises(model, batches, {"noise": change}, causal=causal, progress=progress)["noise"]
 
 
 def llc(
@@ -453,8 +427,6 @@ def llc(
     progress: Any = None,
 ) -> Estimate:
     """Local learning coefficient by Langevin dynamics; refused where its chains have not converged."""
-    from isoloss import flatness
-
     return flatness.local_learning_coefficient(
         model,
         _in_batches(batches, llc_batch_size),
@@ -486,7 +458,6 @@ def barrier(
     progress: Any = None,
 ) -> Estimate:
     """Largest rise of the loss on the line to the weights of another checkpoint, above the line between the losses."""
-    from isoloss import flatness
     from isoloss.checkpoints.loading import load_model
     from isoloss.runs import last_checkpoint
 
@@ -494,15 +465,26 @@ def barrier(
     return flatness.interpolation_barrier(model, other, batches, causal=causal, progress=progress)
 
 
-def _why_no_frontier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
-    if not getattr(measure, "frontier_with"):  # noqa: B009 - a setting
-        return "frontier_with names no other text (--frontier-with)"
-    return (
-        "it takes two texts, and the model is measured on a language: add --data" if context.read_text is None else None
-    )
+def _names_text(setting: str) -> Callable[[FunctionMeasure, MeasureContext], str | None]:
+    """Return the check of a measure with another text that this setting names."""
+
+    def why_not(measure: FunctionMeasure, context: MeasureContext) -> str | None:
+        from isoloss.text.hub_datasets import check_data
+
+        if not (named := getattr(measure, setting)):
+            return f"{setting} names no other text (--{setting.replace('_', '-')})"
+        if context.read_text is None:
+            return "it takes two texts, and the model is measured on a language: add --data"
+        try:
+            check_data(named)
+        except IsolossError as error:
+            return f"{setting}: {error}"
+        return None
+
+    return why_not
 
 
-@requires(_why_no_frontier)
+@requires(_names_text("frontier_with"))
 def frontier(
     model: Any,
     batches: Any,
@@ -515,9 +497,7 @@ def frontier(
     frontier_gain: Annotated[
         float, setting(above=0), "frontier: the gain on the other text at which the forgetting is given, in nats."
     ] = 0.1,
-    frontier_rates: Annotated[tuple[float, ...], setting(), "frontier: learning rates, in ascending order."] = (
-        *(3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
-    ),
+    frontier_rates: Annotated[tuple[float, ...], setting(), "frontier: learning rates, in ascending order."] = _RATES,
     frontier_steps: Annotated[
         int, setting(minimum=1), "frontier: steps of AdamW, each on 8 sequences of the other text."
     ] = 32,
@@ -527,8 +507,6 @@ def frontier(
     progress: Any = None,
 ) -> dict[str, Estimate]:
     """Forgetting at one gain of a short fine-tuning on another text, and both over learning rates."""
-    from isoloss import flatness
-
     # a half is trained on, once where there is so much
     new = read_text(Path(frontier_with), 2 * _FRONTIER_BATCH * frontier_steps, seed)
     found = flatness.forgetting_frontier(
@@ -562,7 +540,6 @@ def directional_sharpness(
     model: Any, batches: Any, *, checkpoint: Any, language: Any, causal: bool | None = None
 ) -> Estimate:
     """Curvature of the loss along the next update of the run's optimizer, a unit vector u: u'Fu."""
-    from isoloss import flatness
     from isoloss.lab.evaluation.pretraining import next_update
 
     run, _ = checkpoint
@@ -571,8 +548,6 @@ def directional_sharpness(
 
 def critical_sharpness(model: Any, batches: Any, *, causal: bool | None = None) -> Estimate:
     """Twice the inverse of the smallest step along the negative gradient at which the loss rises."""
-    from isoloss import flatness
-
     return flatness.critical_sharpness(model, batches, causal=causal)
 
 
@@ -586,8 +561,6 @@ def largest_eigenvalue(
     **options: Any,
 ) -> dict[str, Estimate]:
     """Largest eigenvalues of the Gauss-Newton matrix or the Hessian, by Lanczos' method."""
-    from isoloss import flatness
-
     wanted: dict[str, Any] = {"matrix": curvature_matrix, "num_eigenvalues": num_eigenvalues, "seed": seed}
     eigenvalues = flatness.largest_eigenvalues(model, batches, **wanted, **options)
     return {f"largest-eigenvalue{f'-{i}' * (i > 1)}": estimate for i, estimate in enumerate(eigenvalues, start=1)}
@@ -606,8 +579,6 @@ def spectral_density(
     **options: Any,
 ) -> dict[str, Estimate]:
     """Distribution of the eigenvalues, and the trace and squared Frobenius norm that it gives."""
-    from isoloss import flatness
-
     wanted: dict[str, Any] = {"matrix": curvature_matrix, "num_steps": spectrum_steps, "seed": seed}
     result = flatness.spectral_density(model, batches, num_probes=num_probes, **wanted, **options)
     # the details of the first hold nodes and weights of each probe's quadrature
@@ -624,27 +595,10 @@ def spectral_density(
 
 def gradient_noise_scale(model: Any, batches: Any, *, causal: bool | None = None) -> Estimate:
     """Number of documents, or sequences, at which the gradient is as much noise as signal."""
-    from isoloss import flatness
-
     return flatness.gradient_noise_scale(model, batches, causal=causal)
 
 
-def _why_no_agreement(measure: FunctionMeasure, context: MeasureContext) -> str | None:
-    from isoloss.text.hub_datasets import check_data
-
-    named = getattr(measure, "agreement_with")  # noqa: B009 - a setting
-    if not named:
-        return "agreement_with names no other text (--agreement-with)"
-    if context.read_text is None:
-        return "it compares two texts, and the model is measured on a language: give --data"
-    try:
-        check_data(named)
-    except IsolossError as error:
-        return f"agreement_with: {error}"
-    return None
-
-
-@requires(_why_no_agreement)
+@requires(_names_text("agreement_with"))
 def gradient_agreement(
     model: Any,
     batches: Any,
@@ -658,8 +612,6 @@ def gradient_agreement(
     causal: bool | None = None,
 ) -> Estimate:
     """Cosine of the angle between the gradients of two texts, without the bias of their noise."""
-    from isoloss import flatness
-
     others = read_text(Path(agreement_with), num_sequences, seed).batches
     if digest_batches(others) == digest_batches(batches):
         raise IsolossError(f"agreement_with is {agreement_with}, the text that is measured: name another one")
