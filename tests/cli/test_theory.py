@@ -101,7 +101,7 @@ def test_sgd_flow_of_one_model(capsys):
 def test_sgd_flow_as_json_refutes_a_wrong_coefficient(capsys):
     document = json.loads(call(capsys, *FLOW, "--model", "two-parameters", "--coefficient", "0.5", "--json"))
     assert document["settings"]["coefficient"] == 0.5
-    assert document["statements"][2]["verdict"] == "not shown"
+    assert document["statements"][2]["verdict"] == "contradicted"
     assert [row["batch_size"] for row in document["limits"]] == [1, 1, 2, 2]
     assert len(document["rows"]) == 8
     assert len(document["control"]["two parameters"]) == 3

@@ -213,3 +213,11 @@ def test_the_negative_verdicts_can_turn(found, place, table, changes):
 def test_what_is_refused(wrong, message):
     with pytest.raises(IsolossError, match=message):
         _ = dataclasses.replace(SMALL, **wrong)
+
+
+def test_heads_on_features_that_are_given_are_those_of_the_model():
+    inputs, two = brackets.downstream_inputs(6), brackets.two_neurons(6, 2)
+    features = (inputs.z / 6 @ two.value.T).relu() / 2
+    models = {"weights": two, "features": features}
+    rows = brackets.try_heads(models, inputs, samples=3, trials=50, seed=0)
+    assert rows[0].loss == pytest.approx(rows[1].loss, abs=1e-12)

@@ -14,8 +14,10 @@ from isoloss.paper.theory.brackets import (
     downstream_inputs,
     flatness,
     hessian_trace,
+    own_flatness,
     parts,
     pretraining_inputs,
+    two_neurons,
 )
 
 
@@ -241,3 +243,16 @@ def test_lengths_that_are_refused(length):
     for make in (pretraining_inputs, downstream_inputs):
         with pytest.raises(IsolossError, match=f"the length is {length}; it must be 4, 6, 8, 10"):
             make(length)
+
+
+def test_a_model_of_ones_own_has_the_loss_and_trace_of_the_same_weights():
+    inputs, weights = pretraining_inputs(4), two_neurons(4, 2)
+    theta = torch.cat([weights.value.flatten(), weights.output])
+
+    def answers(theta, z):
+        value, output = theta[:-2].view(2, -1), theta[-2:]
+        return (z @ value.T / 4).relu() @ output / 2
+
+    loss, trace = own_flatness(answers, theta, inputs)
+    # the gradients of Q and K are 0 there
+    assert [float(loss), float(trace)] == pytest.approx([0, flatness(weights, inputs).trace])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,12 @@ TOLERANCE = 1e-10  # relative gap at a minimizer that rounding in float64 may le
 RADII = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # distances from the minimizer
 EXPONENT_TOLERANCE = 0.05  # of the power of the KL, measured at radii that are small but not 0
 MAX_LENGTH = 8  # brackets in a sentence of the enumerated language
+
+
+def unflattened(theta: torch.Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """Return the tensors of these shapes of which (P,) parameters are made, in order."""
+    pieces = torch.split(theta, [shape.numel() for shape in shapes.values()])
+    return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -136,8 +142,7 @@ def bert_model(*, seed: int, length: int = 4) -> EnumerableModel:
     noise = torch.randn(len(start), generator=seeds.generator(seed, "bartlett", "bert"), dtype=torch.float64)
 
     def log_probs(theta: torch.Tensor) -> torch.Tensor:
-        pieces = torch.split(theta, [shape.numel() for shape in shapes.values()])
-        values = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+        values = unflattened(theta, shapes)
         logits: torch.Tensor = functional_call(model, values, (), {"input_ids": input_ids}).logits
         return logits[hidden].log_softmax(dim=-1)
 

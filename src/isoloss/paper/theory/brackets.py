@@ -197,6 +197,14 @@ def hessian_trace(model: Weights, inputs: Inputs) -> float:
     return float(torch.cat([row.flatten(start_dim=1) for row in rows], dim=1).trace())
 
 
+def own_flatness(
+    answers: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], theta: torch.Tensor, inputs: Inputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return loss and `2 E |grad f|^2`, the trace where the loss is 0, of `f = answers(theta, z)`: differentiable."""
+    gradients = torch.func.jacrev(answers)(theta, inputs.z)
+    return (answers(theta, inputs.z) - inputs.y).square().mean(), 2 * gradients.square().sum() / len(inputs.y)
+
+
 def with_even_attention(value: torch.Tensor, output: torch.Tensor) -> Weights:
     """Return the model with (m, 2 T) V, (m,) u and Q = K = 0."""
     nothing = value.new_zeros(1, value.shape[1])
@@ -418,8 +426,13 @@ def sign_missing(length: int, samples: int) -> float:
 
 
 @torch.no_grad()
-def kernel(model: Weights, inputs: Inputs) -> torch.Tensor:
-    """Return (N, N): products of the neurons' outputs, divided by m^2; a head of least norm depends on nothing else."""
+def kernel(model: Weights | torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """Return (N, N): products of the neurons' outputs, divided by m^2; a head of least norm depends on nothing else.
+
+    Of a model of one's own the (N, m) features are taken as they are.
+    """
+    if isinstance(model, torch.Tensor):
+        return model @ model.T
     _, attended = attend(model, inputs.z)
     features = (attended @ model.value.T).relu() / len(model.output)
     return features @ features.T
@@ -447,10 +460,13 @@ def population_losses(products: torch.Tensor, answers: torch.Tensor, chosen: tor
     return torch.cat(losses)
 
 
-def try_heads(models: Mapping[str, Weights], inputs: Inputs, *, samples: int, trials: int, seed: int) -> list[HeadRow]:
+def try_heads(
+    models: Mapping[str, Weights | torch.Tensor], inputs: Inputs, *, samples: int, trials: int, seed: int
+) -> list[HeadRow]:
     """Return how heads on `trials` training sets of `samples` strings, drawn with replacement, do on all strings.
 
-    All models have the same training sets, and `excess` compares each with the first: in `study` the two neurons.
+    A model is its weights, or the (N, m) features in which a model of one's own has the strings. All models have the
+    same training sets, and `excess` compares each with the first: in `study` the two neurons.
     """
     length = inputs.length
     generator = seeds.generator(seed, "brackets", "heads", length, samples)

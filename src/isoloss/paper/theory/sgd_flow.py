@@ -7,13 +7,14 @@ summed over all contexts and ids, in float64.
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from scipy.interpolate import CubicHermiteSpline
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.bartlett import EnumerableModel
+from isoloss.paper.theory.bartlett import EnumerableModel, unflattened
 from isoloss.paper.theory.statements import Statement, counter
 from isoloss.statistics import comparison
 from isoloss.statistics.estimate import Estimate, rounded
@@ -34,10 +35,11 @@ LONGEST_STEP = 0.05  # of the flow: the cubics between its knots are then exact 
 FLAT = 1e-3  # fraction of the trace that the flow takes off in a unit of time, below which it is nearly at rest
 _RETRACTIONS = 100  # steps that retraction may take
 LOGIT_KICK = 0.5  # of the logit: how far from the minimizers the control starts
-KICK = 0.3  # length of the random step off the minimizers from which the control starts
+SUM_TOLERANCE = 1e-4  # of the sum of a distribution that is given, perhaps in float32
 EMBEDDING = 0.3  # standard deviation of the embedding that is drawn, before it is brought to the minimizers
 DECODER = 1.0  # the same of the decoder: far larger, so that the trace is far from its least
 _CONTROLS = 8  # starts of the control
+_CHUNK = 256  # matrices A that are held together
 ERRORS = 3.0  # standard errors that a statistical figure may be off
 PRECISION = 0.1  # standard error of a coefficient, as a fraction of it, above which nothing can be concluded
 CONTROL_ALLOWED = 1e-3  # change of the control's trace, as a fraction of what label noise takes off it
@@ -49,7 +51,7 @@ def steps_until(time: float, step_size: float) -> int:
 
 
 def simulate(
-    model: Model,
+    model: LogProbsModel,
     theta: Array,
     *,
     step_size: float,
@@ -73,7 +75,8 @@ def simulate(
         >>> bool(abs(model.trace(points).mean() / model.trace(model.flow(0.25)[None])[0] - 1) < 0.05)  # at K / 4
         True
     """
-    theta, points, done = theta.copy(), [], 0
+    # of the model too: what an optimizer keeps between its steps ends with the run
+    model, theta, points, done = copy.copy(model), theta.copy(), [], 0
     for time in times:
         # counted from the start: rounding each stretch by itself would add up
         until = steps_until(time, step_size)
@@ -123,11 +126,15 @@ class Minimizers:
         """Return the trace of the Hessian at a minimizer, (), differentiable in theta."""
         return self.root(theta).square().sum()
 
+    def scale(self, theta: torch.Tensor) -> torch.Tensor:
+        """Return the root of the factors, (P,), by which an optimizer multiplies the gradient: 1, for SGD."""
+        return torch.ones_like(theta)
+
     def normals(self, theta: torch.Tensor) -> torch.Tensor:
-        """Return an orthonormal basis, (M, P), of the space that the Hessian does not send to 0."""
+        """Return an orthonormal basis, (M, P), of the space that the Hessian, scaled, does not send to 0."""
         # sum_y f(y|x) grad log f(y|x) is 0 everywhere, so A has rank n (V - 1) off the minimizers too, and the flow may
         # project at points that are not on them. By A and not by A^T A, which would square the gap to rounding
-        _, sizes, rows = torch.linalg.svd(self.root(theta), full_matrices=False)
+        _, sizes, rows = torch.linalg.svd(self.root(theta) * self.scale(theta), full_matrices=False)
         normals: torch.Tensor = rows[sizes > RANK_TOLERANCE * sizes[0]]
         return normals
 
@@ -137,10 +144,10 @@ class Minimizers:
         return vector - normals.T @ (normals @ vector)
 
     def velocity(self, theta: torch.Tensor) -> torch.Tensor:
-        """Return the projected `-grad Tr`, (P,), at a minimizer."""
+        """Return the projected `-grad Tr`, (P,), at a minimizer; projected in the coordinates `theta / scale`."""
         # off the minimizers |A|^2 is not the Hessian's trace, so only the part of its gradient along them counts
-        gradient: torch.Tensor = torch.func.grad(self.trace)(theta)
-        return -self.project(theta, gradient)
+        gradient, scale = torch.func.grad(self.trace)(theta), self.scale(theta)
+        return -scale * self.project(theta, scale * gradient)
 
     def retract(self, theta: torch.Tensor) -> torch.Tensor:
         """Return a minimizer near (P,) parameters, by Gauss-Newton steps of length 1 at most.
@@ -183,6 +190,7 @@ class Flow:
         self._points: list[torch.Tensor] = []
         self._velocities: list[torch.Tensor] = []
         self._traces: list[float] = []
+        self._falls: list[float] = []
         self._append(0.0, start)
 
     def at(self, time: float) -> Array:
@@ -203,23 +211,19 @@ class Flow:
         A trace above the start's, or below what the flow can reach, is met by a straight line from the nearer end.
         """
         # the trace approaches its least without reaching it: below that the loop would never end, so FLAT ends it
-        while len(self._times) < 2 or (self._traces[-1] > trace and self._fall(-1) > FLAT * self._traces[-1]):
+        while len(self._times) < 2 or (self._traces[-1] > trace and self._falls[-1] > FLAT * self._traces[-1]):
             self._advance()
         if trace >= self._traces[0]:
-            return (self._traces[0] - trace) / self._fall(0), self._fall(0)
+            return (self._traces[0] - trace) / self._falls[0], self._falls[0]
         if trace <= self._traces[-1]:
-            return self._times[-1] + (self._traces[-1] - trace) / self._fall(-1), self._fall(-1)
+            return self._times[-1] + (self._traces[-1] - trace) / self._falls[-1], self._falls[-1]
         right = bisect.bisect_left(self._traces, -trace, key=lambda value: -value)
         ends = slice(right - 1, right + 1)
-        falls = [self._fall(right - 1), self._fall(right)]
+        falls = [self._falls[right - 1], self._falls[right]]
         # the inverse function, time over minus the trace, which increases as a spline's x must; its slope is 1 / fall
         curve = CubicHermiteSpline([-value for value in self._traces[ends]], self._times[ends], [1 / x for x in falls])
         time = float(curve(-trace))
         return time, float(np.interp(time, self._times[ends], falls))
-
-    def _fall(self, knot: int) -> float:
-        # dTr/dt = <grad Tr, v> = -|v|^2, as v is minus the projection of grad Tr
-        return float(self._velocities[knot].square().sum())
 
     def _append(self, time: float, point: torch.Tensor) -> None:
         # Assumption 3.1: all minimizers have a Hessian of one rank
@@ -233,6 +237,8 @@ class Flow:
         self._points.append(point)
         self._velocities.append(self.minimizers.velocity(point))
         self._traces.append(float(self.minimizers.trace(point)))
+        # dTr/dt = <grad Tr, v> = -|v|^2 where the scale is 1, as v is minus the projection of grad Tr
+        self._falls.append(float((self._velocities[-1] / self.minimizers.scale(point)).square().sum()))
 
     def _advance(self) -> None:
         point, velocity = self._points[-1], self._velocities[-1]
@@ -257,7 +263,134 @@ class Flow:
         return self.minimizers.retract(point + step / 6 * (velocity + 2 * second + 2 * third + fourth))
 
 
-class TwoParameters:
+class LogProbsModel:
+    """A model of one's own, by its log-probabilities alone: SGD, the Hessian and the flow are made by autograd.
+
+    The start becomes a minimizer: its own predictions are the true conditionals, or it is brought to those that are
+    given. Shapes: C inputs, V outcomes of each, n trajectories of P parameters, those of the start in one row.
+
+    Example:
+        >>> import torch
+        >>> from isoloss.paper.theory.sgd_flow import LogProbsModel
+        >>> def log_probs(theta):  # the logit a b of one outcome of two
+        ...     return torch.stack([theta["a"] * theta["b"], torch.zeros(1)], dim=-1).log_softmax(dim=-1)
+        >>> model = LogProbsModel(log_probs, {"a": torch.tensor([2.0]), "b": torch.tensor([0.5])})
+        >>> [float(each) for each in model.flow(0.1).round(4)]  # flatter
+        [1.9324, 0.5175]
+    """
+
+    unit = "nats per example"  # of the loss and of the trace of its Hessian
+    block = 1024  # trajectories that move together, so that they stay in the cache; part of what a seed stands for
+    kick = 0.03  # length of the random steps off the minimizers from which the control starts
+
+    def __init__(
+        self,
+        log_probs: Callable[[Any], torch.Tensor],
+        start: torch.Tensor | Mapping[str, torch.Tensor],
+        *,
+        weights: torch.Tensor | None = None,
+        conditionals: torch.Tensor | None = None,
+        name: str = "own model",
+    ) -> None:
+        """Take (C, V) log-probabilities in nats as a function of parameters like `start`, in float64.
+
+        `weights` are the (C,) probabilities of the inputs, alike by default; `conditionals` the (C, V) true ones.
+
+        Raises:
+            IsolossError: A table has another shape or rows that do not sum to 1, or the start leads to no minimizer.
+        """
+        parts = start if isinstance(start, Mapping) else {"": start}
+        shapes = {key: part.shape for key, part in parts.items()}
+
+        def of_flat(theta: torch.Tensor) -> torch.Tensor:
+            values = unflattened(theta, shapes)
+            return log_probs(values if isinstance(start, Mapping) else values[""])
+
+        flat = torch.cat([part.detach().flatten() for part in parts.values()]).double()
+        truth = of_flat(flat).detach().exp() if conditionals is None else conditionals.double()
+        if weights is None:
+            weights = torch.full(truth.shape[:1], 1 / len(truth), dtype=torch.float64)
+        tables = {"log_probs": of_flat(flat).detach().exp(), "conditionals": truth, "weights": weights.double()}
+        for table, values in tables.items():
+            wanted = truth.shape[:1] if table == "weights" else truth.shape
+            if truth.ndim != 2 or values.shape != wanted or not (values.sum(dim=-1) - 1).abs().max() < SUM_TOLERANCE:
+                raise IsolossError(
+                    f"{name}: {table} has the shape {tuple(values.shape)} and sums from {values.sum(dim=-1).min():.6g} "
+                    f"to {values.sum(dim=-1).max():.6g}; the probabilities of outcomes are (inputs, outcomes) and "
+                    "those of inputs (inputs,), and each distribution sums to 1"
+                )
+        self.name = name
+        self.minimizers = Minimizers(EnumerableModel(name, of_flat, flat, tables["weights"]), truth)
+        self.minimizer: Array = self.minimizers.retract(flat).numpy()  # (P,) where SGD and the flow start
+        # (C V,) the distribution function over inputs and outcomes. Rounding may miss the sum of all, and a draw above
+        # it would have no outcome
+        self._cumulative: Array = np.cumsum((tables["weights"][:, None] * truth).numpy())
+        self._cumulative[-1] = 1.0
+
+    def settings(self, **changes: Any) -> Settings:
+        """Return `Settings` for this model; `changes` are other fields than those that follow from its trace.
+
+        Raises:
+            IsolossError: The flow rests at the start.
+        """
+        start = torch.tensor(self.minimizer)
+        trace, fall = float(self.minimizers.trace(start)), float(self.minimizers.velocity(start).square().sum())
+        if fall <= FLAT * trace:
+            raise IsolossError(
+                f"{self.name}: the flow rests at the start, where a unit of time takes {fall:.1e} off a trace of "
+                f"{trace:.3g}: start at another minimizer"
+            )
+        # with B = 1 the first takes about a fifth off the trace
+        times = tuple(multiple * trace / fall for multiple in (1.0, 2.0))
+        fields = {"step_sizes": tuple(fraction / trace for fraction in (0.2, 0.1, 0.05)), "times": times}
+        return Settings(model=self, **{**fields, "batch_sizes": (1, 2), "trajectories": 512, **changes})
+
+    @property
+    def beside(self) -> Array:
+        """(n, P) the start, displaced by `kick` in random directions: where the control without label noise starts."""
+        rng = np.random.default_rng(seeds.derive(0, "sgd-flow", "beside"))
+        draw = rng.standard_normal((_CONTROLS, len(self.minimizer)))
+        return np.asarray(self.minimizer + self.kick * draw / np.linalg.norm(draw, axis=1, keepdims=True))
+
+    def move(
+        self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
+    ) -> None:
+        """Step down the mean gradient of each of the (n, P) trajectories, in place, on examples of its own."""
+        truth = self.minimizers.conditionals
+        outcomes = np.searchsorted(self._cumulative, generator.random((len(theta), batch_size)), side="right")
+        places = outcomes + truth.numel() * np.arange(len(theta))[:, None]
+        counts = np.bincount(places.ravel(), minlength=len(theta) * truth.numel()).reshape(-1, *truth.shape)
+        targets = torch.tensor(counts / batch_size)
+        if exact:
+            # inputs are drawn where the labels are exact, too: the control is without label noise alone
+            targets = targets.sum(dim=-1, keepdim=True) * truth
+        points = torch.tensor(theta, requires_grad=True)
+        loss = -(targets * torch.vmap(self.minimizers.model.log_probs)(points)).sum()
+        theta -= step_size * torch.autograd.grad(loss, points)[0].numpy()
+
+    def trace(self, theta: Array) -> Array:
+        """Return the mean squared gradients of one example at (n, P) points, (n,): the trace at minimizers."""
+        return np.asarray(torch.vmap(self.minimizers.trace, chunk_size=_CHUNK)(torch.tensor(theta)).numpy())
+
+    def flow(self, time: float) -> Array:
+        """Return the (P,) point of the projected flow `-grad Tr` at a time, numerically."""
+        return self._flow.at(time)
+
+    def reached(self, theta: Array) -> Estimate:
+        """Return when the flow `-grad Tr` has the mean trace of (n, P) points."""
+        trace = mean(self.trace(theta), self.unit, "")
+        time, fall = self._flow.time_of(trace.value)
+        # the error by the delta method: dt = dTr / fall
+        return dataclasses.replace(
+            trace, value=time, stderr=trace.stderr / fall, unit="", method="when the flow has the mean trace"
+        )
+
+    @functools.cached_property
+    def _flow(self) -> Flow:
+        return Flow(self.minimizers, torch.tensor(self.minimizer))
+
+
+class TwoParameters(LogProbsModel):
     r"""The loss `-p log s(ab) - (1 - p) log(1 - s(ab))`, s the logistic function, and a start on its minimizers.
 
     With v = p (1 - p) the trace of the Hessian at a minimizer is `v (a^2 + b^2)`. Its gradient `2v (a, b)`, projected
@@ -266,9 +399,7 @@ class TwoParameters:
     `Tr(t) = v sqrt(D(t)^2 + 4 logit(p)^2)`.
     """
 
-    name = "two parameters"
-    unit = "nats per example"  # of the loss and of the trace of its Hessian
-    block = 4096  # trajectories that move together, so that they stay in the cache; part of what a seed stands for
+    block = 4096
 
     def __init__(self, probability: float, start: float) -> None:
         """Take p, of the first answer, and a at the start; b is logit(p) / a."""
@@ -285,9 +416,15 @@ class TwoParameters:
                 f"the start {start} is the flattest minimizer, where the flow rests: start elsewhere than at "
                 f"{math.sqrt(abs(self.logit)):.4g}"
             )
-        self.minimizer: Array = np.array([start, self.logit / start])  # (2,) a and b at the start
-        # (1, 2), with the logit off by `LOGIT_KICK`: where the control without label noise starts
-        self.beside: Array = np.array([[start, (self.logit + LOGIT_KICK) / start]])
+        at_start = torch.tensor([start, self.logit / start], dtype=torch.float64)
+        truth = torch.tensor([[probability, 1 - probability]], dtype=torch.float64)
+        super().__init__(_two_log_probs, at_start, conditionals=truth, name="two parameters")
+
+    @property
+    def beside(self) -> Array:
+        """(1, 2) the start, with the logit off by `LOGIT_KICK`: where the control without label noise starts."""
+        start = self.minimizer[0]
+        return np.array([[start, (self.logit + LOGIT_KICK) / start]])
 
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
@@ -335,7 +472,12 @@ class TwoParameters:
         return mean(times, "", "-log(D / D(0)) / (4v)")
 
 
-class MaskedLM:
+def _two_log_probs(theta: torch.Tensor) -> torch.Tensor:
+    logit = theta[0] * theta[1]
+    return torch.stack([logit, torch.zeros_like(logit)]).log_softmax(dim=0)[None]
+
+
+class MaskedLM(LogProbsModel):
     r"""A language of V^T sentences, and a masked language model with one hidden layer that is at a minimizer.
 
     A sentence is drawn, and one of its positions, all equally likely, is masked. With x the sentence so masked, the
@@ -345,7 +487,7 @@ class MaskedLM:
     """
 
     unit = "nats per predicted token"
-    block = 1024
+    kick = 0.3
 
     def __init__(self, *, seed: int, vocab: int = 3, length: int = 2, width: int = 8) -> None:
         """Draw the language, whose log-probabilities are standard normal up to a constant, and the start.
@@ -375,27 +517,14 @@ class MaskedLM:
         by_context = np.array([np.moveaxis(self.joint, position, -1)[rest] for position, rest in contexts]) / length
         self.weights: Array = by_context.sum(axis=1)  # (C,) probability of each context
         self.conditionals: Array = by_context / self.weights[:, None]  # (C, V) of each token in each context
-        # (C V,) the distribution function over contexts and answers. Rounding may miss the sum of all, and a draw above
-        # it would have no outcome
-        self._cumulative: Array = np.cumsum(by_context)
-        self._cumulative[-1] = 1.0
         start = torch.tensor(np.concatenate([embedding, decoder]))
-        self.name = f"masked LM, {len(start)} parameters"
-        model = EnumerableModel(self.name, self._log_probs, start, torch.tensor(self.weights))
-        self.minimizers = Minimizers(model, torch.tensor(self.conditionals))
-        self.minimizer: Array = self.minimizers.retract(start).numpy()  # where SGD and the flow start
+        truth = {"weights": torch.tensor(self.weights), "conditionals": torch.tensor(self.conditionals)}
+        super().__init__(self._log_probs, start, **truth, name=f"masked LM, {len(start)} parameters")
 
     def _log_probs(self, theta: torch.Tensor) -> torch.Tensor:
         table = theta.view(-1, self.width)
         hidden = torch.tanh(table[torch.tensor(self.rows)].sum(dim=1))
         return (hidden @ table[-self.vocab :].T).log_softmax(dim=-1)
-
-    @property
-    def beside(self) -> Array:
-        """(n, P) the start, displaced by `KICK` in random directions: where the control without label noise starts."""
-        rng = np.random.default_rng(seeds.derive(0, "sgd-flow", "beside"))
-        draw = rng.standard_normal((_CONTROLS, len(self.minimizer)))
-        return np.asarray(self.minimizer + KICK * draw / np.linalg.norm(draw, axis=1, keepdims=True))
 
     def move(
         self, theta: Array, step_size: float, *, batch_size: int, generator: np.random.Generator, exact: bool
@@ -443,26 +572,6 @@ class MaskedLM:
         traces += self.length * (slopes**2 * variance).sum(axis=-1)
         traces -= 2 * self.length * (hidden * slopes * (average - self.conditionals @ decoder)).sum(axis=-1)
         return np.asarray(traces @ self.weights)
-
-    def flow(self, time: float) -> Array:
-        """Return the (P,) point of the projected flow `-grad Tr` at a time, numerically."""
-        return self._flow.at(time)
-
-    def reached(self, theta: Array) -> Estimate:
-        """Return when the flow `-grad Tr` has the mean trace of (n, P) points."""
-        trace = mean(self.trace(theta), self.unit, "")
-        time, fall = self._flow.time_of(trace.value)
-        # the error by the delta method: dt = dTr / fall
-        return dataclasses.replace(
-            trace, value=time, stderr=trace.stderr / fall, unit="", method="when the flow has the mean trace"
-        )
-
-    @functools.cached_property
-    def _flow(self) -> Flow:
-        return Flow(self.minimizers, torch.tensor(self.minimizer))
-
-
-Model: TypeAlias = TwoParameters | MaskedLM
 
 
 def _softmax(logits: Array) -> Array:
@@ -527,47 +636,76 @@ def judge(
     distances, limit = [row.distance for row in last], at_zero[-1].distance
     fall = start - last[-1].trace.value
     drift = max(abs(trace - control[0]) for trace in control) / abs(fall)
+    coefficients_needed = [(value.stderr, PRECISION * coefficient) for value in coefficients.values()]
+    # at the last step size an error must stand out of its sampling error, where it falls as the step size
+    ratio = etas[-1] / etas[0] / ERRORS
+    traces_needed = [(row.trace.stderr / row.flow_trace, ratio * errors[0]) for row in by_step[-1]]
+    judged = functools.partial(_statement, last[0].trace.samples)
     statements = [
-        Statement(
-            text="as the step size goes to 0, SGD's mean trace after K / eta^2 steps becomes that of the flow "
+        judged(
+            "as the step size goes to 0, SGD's mean trace after K / eta^2 steps becomes that of the flow "
             f"-({coefficient:g} / B) grad Tr at time K.",
-            evidence=f"B = {least}, extrapolated to eta = 0: off by {limit_errors}; {ERRORS:g} standard errors "
+            f"B = {least}, extrapolated to eta = 0: off by {limit_errors}; {ERRORS:g} standard errors "
             "allowed. Root mean square over K: "
             f"{_over_steps([f'{100 * error:.2f} %' for error in errors], etas)}; it must fall faster than the root of "
             "the step size",
+            traces_needed,
             shown=_falls(errors, etas)
             and all(abs(row.trace.value - row.flow_trace) <= ERRORS * row.trace.stderr for row in at_zero),
         ),
-        Statement(
-            text=f"the coefficient of the flow that SGD follows is -{coefficient:g} / B.",
-            evidence=f"B = {least}: {_minus(coefficients[least])} times 1 / B, extrapolated to eta = 0; {ERRORS:g} "
+        judged(
+            f"the coefficient of the flow that SGD follows is -{coefficient:g} / B.",
+            f"B = {least}: {_minus(coefficients[least])} times 1 / B, extrapolated to eta = 0; {ERRORS:g} "
             f"standard errors allowed, the error at most {100 * PRECISION:g} %",
+            coefficients_needed[:1],
             shown=_is_near(coefficients[least], coefficient),
+            contradicted=_is_off(coefficients[least], coefficient),
         ),
-        Statement(
-            text="with B examples per step the flow is B times slower.",
-            evidence="coefficient times B: "
+        judged(
+            "with B examples per step the flow is B times slower.",
+            "coefficient times B: "
             + ", ".join(f"{_minus(value)} (B = {size})" for size, value in coefficients.items())
             + f"; {ERRORS:g} standard errors from {-coefficient:g} allowed for each of at least 2, each error at most "
             f"{100 * PRECISION:g} %",
+            coefficients_needed,
             shown=len(coefficients) > 1 and all(_is_near(value, coefficient) for value in coefficients.values()),
+            contradicted=len(coefficients) > 1 and any(_is_off(each, coefficient) for each in coefficients.values()),
         ),
-        Statement(
-            text="not only the trace: SGD's parameters themselves become those of the flow.",
-            evidence=f"mean squared distance over the squared distance of the flow from the start, at K = "
+        judged(
+            "not only the trace: SGD's parameters themselves become those of the flow.",
+            f"mean squared distance over the squared distance of the flow from the start, at K = "
             f"{last[-1].time:g}: {_over_steps([rounded(each.value, each.stderr) for each in distances], etas)}; "
             f"extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; it must fall faster than the root of the "
             f"step size, and be within {ERRORS:g} standard errors of 0 there",
+            [(distances[-1].stderr, ratio * distances[0].value)],
             shown=_falls([each.value for each in distances], etas) and abs(limit.value) <= ERRORS * limit.stderr,
         ),
-        Statement(
-            text="without label noise, with the exact conditionals as targets, nothing drifts along the minimizers.",
-            evidence=f"from off the minimizers it is back on them at a trace of {control[0]:.6g}, which then changes "
+        judged(
+            "without label noise, with the exact conditionals as targets, nothing drifts along the minimizers.",
+            f"from off the minimizers it is back on them at a trace of {control[0]:.6g}, which then changes "
             f"by {drift:.1e} of the {fall:.3g} that sampled answers take off in as long; {CONTROL_ALLOWED:.0e} allowed",
             shown=fall > 0 and drift <= CONTROL_ALLOWED,
         ),
     ]
     return [dataclasses.replace(statement, text=f"{name}: {statement.text}") for statement in statements]
+
+
+def _statement(
+    trajectories: int,
+    text: str,
+    evidence: str,
+    needed: Iterable[tuple[float, float]] = (),
+    *,
+    shown: bool,
+    contradicted: bool = False,
+) -> Statement:
+    """Return a statement; where nothing decides it, with the trajectories that standard errors as `needed` take."""
+    # the square of how far each is from what is allowed: a standard error falls as the root of their number
+    factor = max([(error / allowed) ** 2 for error, allowed in needed], default=0.0)
+    if not (shown or contradicted) and factor > 1:
+        wanted = float(f"{trajectories * factor:.2g}")
+        evidence += f"; the run is too imprecise to tell: by its spread, {wanted:,.0f} trajectories would do"
+    return Statement(text=text, evidence=evidence, shown=shown, contradicted=contradicted)
 
 
 def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
@@ -578,7 +716,11 @@ def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
 
 def _is_near(estimate: Estimate, wanted: float) -> bool:
     # an upper bound on the error, too: else few trajectories would show any coefficient
-    return abs(estimate.value - wanted) <= ERRORS * estimate.stderr and estimate.stderr <= PRECISION * wanted
+    return not _is_off(estimate, wanted) and estimate.stderr <= PRECISION * wanted
+
+
+def _is_off(estimate: Estimate, wanted: float) -> bool:
+    return abs(estimate.value - wanted) > ERRORS * estimate.stderr
 
 
 def _minus(estimate: Estimate) -> str:
@@ -593,7 +735,7 @@ def _over_steps(figures: Iterable[str], etas: Sequence[float]) -> str:
 class Settings:
     """What `study` runs."""
 
-    model: Model
+    model: LogProbsModel
     step_sizes: tuple[float, ...]  # at least 2, from large to small
     times: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)  # increasing
     batch_sizes: tuple[int, ...] = (1, 2, 4)  # increasing

@@ -16,11 +16,12 @@ class Statement:
     text: str  # what is claimed, in one sentence
     evidence: str  # the figures, and the rule that they are held against
     shown: bool  # whether the figures obey the rule
+    contradicted: bool = False  # whether they break it by more than their errors allow
 
     @property
     def verdict(self) -> str:
-        """`"shown"` or `"not shown"`."""
-        return "shown" if self.shown else "not shown"
+        """`"shown"`, `"contradicted"` or `"not shown"`."""
+        return "shown" if self.shown else "contradicted" if self.contradicted else "not shown"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as JSON types."""

@@ -1,0 +1,91 @@
+"""A model of one's own in Theorem 3.3, by its log-probabilities alone: against the models written out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from isoloss.errors import IsolossError
+from isoloss.paper.theory.sgd_flow import LogProbsModel, MaskedLM, TwoParameters, study, two_parameters
+
+
+def two(theta):
+    return torch.stack([theta["a"] * theta["b"], torch.zeros_like(theta["a"])], dim=-1).log_softmax(dim=-1)
+
+
+def flat_two(theta):
+    return two({"a": theta[:1], "b": theta[1:]})
+
+
+START = {"a": torch.tensor([2.0]), "b": torch.tensor([0.5])}
+
+
+def test_a_dict_and_a_tensor_are_one_model():
+    by_name, flat = LogProbsModel(two, START), LogProbsModel(flat_two, torch.tensor([2.0, 0.5]))
+    closed = TwoParameters(1 / (1 + math.exp(-1.0)), 2.0)
+    for model in (by_name, flat):
+        assert model.minimizer.tolist() == [2.0, 0.5]
+        assert model.flow(0.2) == pytest.approx(closed.flow(0.2), rel=1e-6)
+
+
+def test_a_start_is_brought_to_the_conditionals_that_are_given():
+    model = LogProbsModel(two, START, conditionals=torch.tensor([[0.7, 0.3]]))
+    assert model.minimizer.prod() == pytest.approx(math.log(0.7 / 0.3), abs=1e-6)
+    assert math.dist(model.minimizer, (2.0, 0.5)) < 0.3
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["drawn answers", "exact conditionals"])
+def test_steps_and_traces_are_those_written_out(exact):
+    by_hand = MaskedLM(seed=2)
+    theta = by_hand.minimizer + 0.1 * np.random.default_rng(0).standard_normal((5, len(by_hand.minimizer)))
+    at_minimizer = by_hand.minimizer[None]
+    assert LogProbsModel.trace(by_hand, at_minimizer) == pytest.approx(by_hand.trace(at_minimizer), rel=1e-12)
+    ends = [theta.copy(), theta.copy()]
+    for kind, end in zip((MaskedLM, LogProbsModel), ends, strict=True):
+        generator = np.random.default_rng(1)
+        for _ in range(3):
+            kind.move(by_hand, end, 0.1, batch_size=3, generator=generator, exact=exact)
+    assert ends[0] == pytest.approx(ends[1], abs=1e-13)
+
+
+def test_a_run_by_its_settings_is_shown_and_a_small_one_says_what_it_lacks():
+    model = LogProbsModel(two, START)
+    settings = model.settings()
+    trace = model.trace(model.minimizer[None])[0]
+    assert settings.step_sizes == pytest.approx((0.2 / trace, 0.1 / trace, 0.05 / trace))
+    # a quarter of the trace, as far as a line goes
+    assert 0.75 < settings.flow_trace(settings.times[0], 1) / trace < 0.85
+    assert [statement.verdict for statement in study(settings).statements] == ["shown"] * 5
+    found = study(model.settings(trajectories=4))
+    coefficient = found.statements[1]
+    assert coefficient.verdict == "not shown"
+    wanted = 4 * (found.limits[1].coefficient.stderr / (0.1 * 0.25)) ** 2
+    assert f"too imprecise to tell: by its spread, {float(f'{wanted:.2g}'):,.0f} trajectories would do" in (
+        coefficient.evidence
+    )
+
+
+def test_a_precise_miss_is_contradicted():
+    found = study(two_parameters(trajectories=2048, batch_sizes=(1, 2), times=(0.5,), coefficient=0.5))
+    assert [statement.verdict for statement in found.statements[1:3]] == ["contradicted"] * 2
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "more", "message"),
+    [
+        (lambda theta: theta["a"] * theta["b"], {}, r"own model: log_probs has the shape \(1,\)"),
+        (lambda theta: two(theta) + 1, {}, r"log_probs has the shape \(1, 2\) and sums from 2\.71828 to 2\.71828"),
+        (two, {"conditionals": torch.tensor([[0.7, 0.2]])}, "conditionals has the shape"),
+        (two, {"weights": torch.tensor([0.5, 0.5])}, "weights has the shape"),
+    ],
+)
+def test_tables_that_are_refused(log_probs, more, message):
+    with pytest.raises(IsolossError, match=message):
+        LogProbsModel(log_probs, START, **more)
+
+
+def test_a_start_where_the_flow_rests_is_refused():
+    model = LogProbsModel(two, {"a": torch.tensor([1.0]), "b": torch.tensor([1.0])})
+    with pytest.raises(IsolossError, match="own model: the flow rests at the start"):
+        model.settings()
