@@ -172,9 +172,9 @@ def _flatness(data: DatasetResults) -> SummaryTable:
     caption = _beside_table(dataset, "table 2")
     if gap:
         caption += (
-            " The gap is that of held-out and trained documents. In the paper (section 4) it rises to 0.13 nats without "
-            "dropout and weight decay. A text of two million characters has too few documents for so small a gap: "
-            "held-out ones are about other things."
+            " The gap is between documents that were held out and those that were trained on. In the paper (section 4) "
+            "it rises to 0.13 nats without dropout and weight decay. It is larger here, as a text of two million "
+            "characters has few documents, and held-out ones are about other things."
         )
     return _table(data, "flatness", "flatness by algorithm", ("model",), rows, _after(dataset), caption)
 
