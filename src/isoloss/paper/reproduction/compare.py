@@ -59,6 +59,11 @@ class DatasetResults:
         """Return the end of a cooldown after a step; `length` as for `cooldown_run`."""
         return Model(cooldown_run(arm, step, length), length or self.dataset.cooldowns[0])
 
+    def before(self, size: str) -> Model:
+        """Return a size where arms branch off, after the usual cooldown: of the main size, the control."""
+        dataset = self.dataset
+        return self.cooled(size, dataset.start) if dataset.cooldowns else Model(size, dataset.last)
+
     def path_models(self, arm: str) -> list[Model]:
         """Return models that come to lower losses: after cooldowns of every length or, without, along training."""
         lengths = self.dataset.cooldown_lengths
@@ -70,13 +75,13 @@ class DatasetResults:
         """Return the checkpoints of `path_models`."""
         return [self.at(unit, *model) for model in self.path_models(arm)]
 
-    def beside_control(self, model: Model) -> Contrast:
-        """Return a model and the control that is interpolated at its loss, of each unit that has both."""
+    def beside(self, size: str, model: Model) -> Contrast:
+        """Return a size that is interpolated at a model's loss, and the model, of each unit that has both."""
 
         def pair(data: DatasetResults, unit: Unit) -> Pair | None:
-            return interpolated_control(data.path(unit, data.dataset.main), data.at(unit, *model))
+            return interpolated_control(data.path(unit, size), data.at(unit, *model))
 
-        return _contrast(self, Comparison("", ("control", model.arm), pair, ""))
+        return _contrast(self, Comparison("", (size, model.arm), pair, ""))
 
     def size_pair(self, unit: Unit, smaller: str, larger: str) -> Pair | None:
         """Return two sizes at the same loss; None where no two checkpoints bracket the loss."""
@@ -116,8 +121,7 @@ class DatasetResults:
     @property
     def control(self) -> Model:
         """The model around whose KL the band is."""
-        arm = self.dataset.control
-        return Model(arm, self.results.experiments[self.units[0].run(arm)].last_step)
+        return self.before(self.dataset.main)
 
     def _limits(self, kl: float) -> tuple[float, float]:
         return kl * (1 - self.dataset.band), kl * (1 + self.dataset.band)

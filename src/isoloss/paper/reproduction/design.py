@@ -101,6 +101,7 @@ class Dataset:
     sizes: Mapping[str, ModelConfig]  # of figure 3 and its like, ascending
     expanded: Mapping[str, ModelConfig] = field(default_factory=dict)  # of Table 4; the last is what all become
     main: str  # the size that is followed over its steps and that the arms are compared with
+    followed: str = ""  # the size of figure 2, where it is another one
     watched: tuple[int, ...]  # the measured steps; the last is the end of training
     cooldowns: tuple[int, ...] = ()  # lengths of the cooldown: the usual one, then the others
     cooldown_rate: float = 3e-3  # its highest learning rate
@@ -167,7 +168,7 @@ class Dataset:
         """Return the steps of a size, or of an arm from scratch, after which a usual cooldown branches off."""
         if not self.cooldowns:
             return ()
-        return self.watched if size == self.main else tuple(sorted({self.start, self.last}))
+        return self.watched if size in (self.main, self.followed) else tuple(sorted({self.start, self.last}))
 
     @property
     def expands_cooled(self) -> bool:
@@ -271,7 +272,8 @@ class Dataset:
         has_baselines = is_main and bool(shown.baselines)
         shown_in = (
             *shown.sizes,
-            *((*shown.longer, *shown.main) if is_main else ()),
+            *(shown.longer if size == (self.followed or self.main) else ()),
+            *(shown.main if is_main else ()),
             *(shown.expanded if size in self.expanded or self.expands_cooled else ()),
             *(shown.baselines if is_main else ()),
         )

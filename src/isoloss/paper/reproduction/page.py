@@ -215,19 +215,19 @@ def _figure(data: DatasetResults, name: str, title: str, chart: Any, shown_in: S
 
 
 def _longer(data: DatasetResults) -> Figure:
-    """Return the main model over its steps."""
-    dataset, main = data.dataset, data.dataset.main
+    """Return the model whose training is followed over its steps."""
+    dataset, size = data.dataset, data.dataset.followed or data.dataset.main
     models = [
-        (main, step, data.cooled(main, step) if dataset.cooldowns else Model(main, step)) for step in dataset.watched
+        (size, step, data.cooled(size, step) if dataset.cooldowns else Model(size, step)) for step in dataset.watched
     ]
-    rows, shown = _over_steps(data, models)
+    rows, shown = _over_steps(data, size, models)
     saturated = _saturated(rows, "step")
     return _figure(
         *(data, "longer", "longer training"),
         charts.curves(rows, shown, saturated=saturated, style=_style(rows)),
         dataset.shown.longer,
-        f"The model {main} after these steps of AdamW{_averaged(dataset)}.",
-        _compared(data),
+        f"The model {size} after these steps of AdamW{_averaged(dataset)}.",
+        _compared(data, size),
         _loss(data, "step", saturated),
     )
 
@@ -243,28 +243,30 @@ def _sgd(data: DatasetResults) -> Figure:
             watched = [data.cooled(name, step) if cooldown else Model(name, step) for step in arm.watched]
             ends = [data.control, *watched, Model(name, steps + cooldown)]
             models += [(arm.title, *each) for each in zip((0, *arm.watched, steps), ends, strict=True)]
-    rows, shown = _over_steps(data, models)
+    rows, shown = _over_steps(data, dataset.main, models)
     return _figure(
         *(data, "sgd", "SGD after AdamW"),
         charts.curves(rows, shown, style=_style(rows)),
         SGD_SHOWN,
         f"Training of {dataset.main} continues with SGD from step {dataset.start:,} of AdamW{_averaged(dataset)}; the "
         "horizontal axis counts the steps of SGD.",
-        _compared(data),
+        _compared(data, dataset.main),
     )
 
 
-def _over_steps(data: DatasetResults, models: Sequence[tuple[str, int, Model]]) -> tuple[pl.DataFrame, list[Column]]:
+def _over_steps(
+    data: DatasetResults, size: str, models: Sequence[tuple[str, int, Model]]
+) -> tuple[pl.DataFrame, list[Column]]:
     """Return models, each with its line and step, as `curves` takes them, and the columns that it draws.
 
-    With cooldowns, these are the loss and, at the model's own loss, its differences from the control that is
-    interpolated there: of accuracies in points, of traces as factors. A model is without differences where too few
+    With cooldowns, these are the loss and, at the model's own loss, its differences from the size that is interpolated
+    there, the control: of accuracies in points, of traces as factors. A model is without differences where too few
     languages have such a control.
     """
-    loss, *traces = _across(data)
+    (loss, *traces), control = _across(data), data.before(size)
     if not data.dataset.cooldowns:
         shown = [loss, *_accuracies(data.dataset), *traces]
-        rows = [_rows(data, [(line, model)], shown, data.control).row(0, named=True) for line, _, model in models]
+        rows = [_rows(data, [(line, model)], shown, control).row(0, named=True) for line, _, model in models]
         return _with_steps(rows, models), shown
     traces = [dataclasses.replace(each, unit="times the control's", reference=1.0) for each in traces]
     tasks = [
@@ -273,8 +275,8 @@ def _over_steps(data: DatasetResults, models: Sequence[tuple[str, int, Model]]) 
     ]
     rows = []
     for line, _, model in models:
-        row = _rows(data, [(line, model)], [loss], data.control).row(0, named=True)
-        found = data.beside_control(model)
+        row = _rows(data, [(line, model)], [loss], control).row(0, named=True)
+        found = data.beside(size, model)
         for column in (*tasks, *traces):
             make = factor if column in traces else change
             more = None if found.not_tested else make(found.pairs, column.name, clusters=found.clusters)
@@ -292,14 +294,14 @@ def _with_steps(rows: Sequence[dict[str, Any]], models: Sequence[tuple[str, int,
     return pl.DataFrame(named, infer_schema_length=None)
 
 
-def _compared(data: DatasetResults) -> str:
+def _compared(data: DatasetResults, size: str) -> str:
     """Return how the models of a figure over steps are compared."""
-    dataset, control = data.dataset, data.control
+    dataset, control = data.dataset, data.before(size)
     if not dataset.cooldowns:
         return f"Bars are those of the difference from {control.arm} at step {control.step:,}, {paired_by(dataset)}."
     return (
         f"Each model has had a cooldown of {dataset.cooldowns[0]:,} steps. The other panels compare it, at its own "
-        f"loss, with the control: {dataset.main} after {dataset.start:,} steps, interpolated between cooldowns of "
+        f"loss, with the control: {size} after {dataset.start:,} steps, interpolated between cooldowns of "
         f"different lengths. Dashed: no difference. Errors are {paired_by(dataset)}; of the loss, they are those of "
         "its difference from the control."
     )

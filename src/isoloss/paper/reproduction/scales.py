@@ -424,6 +424,7 @@ def _pcfg(preset: Preset) -> Dataset:
         sizes=berts(preset, *TABLE_3),
         expanded=berts(preset, *TABLE_4),
         main="d1024",
+        followed="d512",
         arms={
             **_large_sgd_arms(),
             "adversary-A": _algorithm(preset, "Adversary", "A", "table 1"),
