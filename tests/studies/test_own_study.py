@@ -108,7 +108,7 @@ def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_pa
         assert text == (tmp_path / "out" / "configs" / f"{name}.toml").read_text()
     assert "loss sentences 16" in page
     figures = {path.name for path in (tmp_path / "out" / "report" / "figures").iterdir()}
-    assert figures == {f"{name}.{kind}" for name in ("over-time", "against-loss") for kind in ("pdf", "png")}
+    assert figures == {f"{name}.{kind}" for name in ("over-time", "against-loss") for kind in ("pdf", "png", "csv")}
     assert call(capsys, "verify", file, *where).endswith("0 failed\n")
     # half-done units are told from those that were not begun
     run = tmp_path / "out" / "runs" / "with"
