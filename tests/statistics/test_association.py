@@ -95,7 +95,7 @@ def test_the_p_value_is_that_of_all_permutations_of_the_clusters(kept):
     one = found(columns, along="step")
     assert one.p_permutation == pytest.approx(p, abs=1e-12)
     # the effect that a paired t test of 4 pairs finds, of which the mean has this error
-    error = math.sqrt(np.square(np.arctanh(sizes)).mean())
+    error = max(math.sqrt(np.square(np.arctanh(sizes)).mean()), one.pearson.z_stderr)
     assert math.atanh(one.detectable) == pytest.approx(minimal_detectable_effect(2 * error, 4, power=0.85), rel=1e-6)
 
 

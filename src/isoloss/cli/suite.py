@@ -113,12 +113,12 @@ def main(arguments: list[str]) -> int:
     folder = _folder(args)
     imported = [Path(each).absolute() for each in args.import_]
     with contextlib.chdir(folder.directory):
-        if args.plan:
-            return _plan(folder, args)
         # before anything is measured: what the table takes is there, and every file can be read
         require_package("polars")
         outcomes = read_outcomes(imported, folder.members)
         folder.check_outcomes(outcomes, args.predict)
+        if args.plan:
+            return _plan(folder, args)
         status = _run(folder, args)
         if status == interrupts.status():
             return status
@@ -161,7 +161,10 @@ def _folder(args: Any) -> SuiteFolder:
     with contextlib.chdir(directory):
         config = replaced(config, changes)
         found = tuple(members(config, common.note))
-        return SuiteFolder(path.absolute(), config, found, config.sources(), directory)
+        folder = SuiteFolder(path.absolute(), config, found, config.sources(), directory)
+    if stored is None and (path / RECORD).exists() and SuiteFolder.open(path).config != config:
+        common.note(f"{path} has a suite with other settings: its table and page are replaced, its cells are kept")
+    return folder
 
 
 def _text(word: str) -> tuple[str, str]:

@@ -160,7 +160,8 @@ def associate(
     permutation, so a correlation due to it has a large p.
 
     `detectable` is for a t test of artanh r with G - 2 degrees of freedom, one less for the loss, at the level 0.05
-    divided by the number of pairs. Its error is the root mean square of artanh r over the permutations.
+    divided by the number of pairs. Its error is the larger of two: the root mean square of artanh r over the
+    permutations, and the error of artanh r over clusters.
 
     Args:
         columns: N values or labels, one for each checkpoint, by name. A checkpoint with None or NaN is left out of the
@@ -234,7 +235,9 @@ def associate(
         pairs = each.clusters - 1  # of a paired t test: the loss takes a degree of freedom
         detectable = 1.0
         if _can_show(len(tests), each.clusters):
-            sd, alpha = spread * math.sqrt(pairs), _LEVEL / len(tests)
+            # the interval must exclude 0, too
+            error = max(spread, each.pearson.z_stderr) if each.pearson else spread
+            sd, alpha = error * math.sqrt(pairs), _LEVEL / len(tests)
             detectable = math.tanh(minimal_detectable_effect(sd, pairs, power=_POWER, alpha=alpha))
         results[int(i)] = dataclasses.replace(each, p_adjusted=p, pairs=len(tests), detectable=detectable), spread
     return tuple(each for each, _ in results)
@@ -276,6 +279,7 @@ def _values(
         empty = next((name for name, some in zip(names, there, strict=True) if not any(some)), " and ".join(names))
         raise IsolossError(f"no checkpoint has a value of {empty}")
     kept: dict[str, Any] = {name: [columns[name][i] for i in rows] for name in names}
+    labels(kept[labeled[0]], len(rows), least=3)  # refuses too few clusters, of which the checks below are a result
     kept |= {name: column(name, kept[name]) for name in (*pair, loss)}
     # without the name of a text, "trace (docs)"
     scales = [name for name in pair if SCALES.intersection(re.split("[^a-z]+", name.partition(" (")[0].lower()))]

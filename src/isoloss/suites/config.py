@@ -25,7 +25,6 @@ from isoloss.statistics.significance import LOSS_MARGIN
 from isoloss.text import hub_datasets
 
 MEASURED = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise", "features")
-RISES = ("int4-rise", "noise-rise")  # the outcomes of a suite that names none
 # fmt: off
 COLUMNS = (
     "checkpoint", "text", "measure", "value", "stderr", "low", "high", "unit", "samples", "problem", "sha256",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -181,8 +182,10 @@ def _tests(answers: Sequence[Association]) -> Markup:
 
 
 def _made(table: SuiteTable, command: str) -> Markup:
-    # the page may be read on another machine
-    texts = [command, configs.to_toml(without_folders(configs.to_dict(table.config)))]
+    # the page may be read on another machine; what follows a brace or an asterisk of a pattern is no folder of this one
+    document = configs.to_dict(table.config)
+    patterns = [re.sub(r"^/[^{*]*/(?=[^/]*[{*])", "", pattern) for pattern in document["checkpoints"]]
+    texts = [command, configs.to_toml(without_folders(document | {"checkpoints": patterns}))]
     return Markup("\n").join(Markup("<pre><code>{}</code></pre>").format(text) for text in texts if text)
 
 

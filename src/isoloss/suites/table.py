@@ -14,7 +14,7 @@ from isoloss import files
 from isoloss.errors import IsolossError, did_you_mean, naming_extras
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.tables import short_names
-from isoloss.suites.config import COLUMNS, RISES, Member, SuiteConfig, label_names
+from isoloss.suites.config import COLUMNS, Member, SuiteConfig, label_names
 from isoloss.suites.lm_eval import UNKNOWN
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ class SuiteTable:
     def roles(self, predict: Sequence[str] = ()) -> tuple[str, list[str], list[str]]:
         """Return the columns of `wide` by role: the loss (of the first text), the measures, and the outcomes.
 
-        The outcomes are those of the suite and of `predict`, else the imported ones, else the rises of the loss. Losses
-        on other texts and the parts of a loss have no role.
+        The outcomes are those of the suite and of `predict`, else the imported ones, else all rises of the loss. Losses
+        on other texts, the parts of a loss, and an outcome on another text have no role.
 
         Raises:
             IsolossError: A name in `predict` is no column.
@@ -136,15 +136,16 @@ class SuiteTable:
         # imported numbers have no weights beside them
         imported = set(self.frame.filter(self.frame["sha256"].is_null()).drop_nulls("value")["measure"])
         outcomes: dict[str, None] = {}
-        for wanted in (*self.config.outcomes, *predict) or [name for name in named if name in imported] or RISES:
+        rises = [name for name in named if bare[name].endswith("-rise")]
+        for wanted in (*self.config.outcomes, *predict) or [name for name in named if name in imported] or rises:
             found = [name for name in named if wanted in (name, bare[name]) or bare[name].startswith(parts_of(wanted))]
             if not found and wanted in predict:
                 known = did_you_mean(wanted, named) or f"; it has {', '.join(named)}"
                 raise IsolossError(f"the table has no column {wanted!r}{known}")
             outcomes |= dict.fromkeys(found)
         loss = next((name for name in losses if bare[name] == "loss"), "")
-        others = {*losses, *imported, *outcomes}
-        return loss, [name for name in named if name not in others], list(outcomes)
+        others, elsewhere = {*losses, *imported}, {bare[name] for name in outcomes}
+        return loss, [name for name in named if name not in others and bare[name] not in elsewhere], list(outcomes)
 
     def associations(self, predict: Sequence[str] = ()) -> tuple[Association, ...]:
         """Return which measure predicts which outcome at one loss; `predict`: further outcomes.
