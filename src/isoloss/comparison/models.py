@@ -309,7 +309,7 @@ class ModelComparison(TraceComparison):
     def _best(self, name: str, question: str, *, largest: bool) -> Answer:
         names, ranked = self.short, self.ranking(name)
         best, *others = reversed(ranked) if largest else ranked
-        # the one that it is least certain to be better than, not always the next
+        # the one that it is least certain to be better than, which need not be the next
         other = max(others, key=lambda other: p_value(self.difference(name, best, other)))
         first, second = self._ordered((best, other))
         difference = self.shown(name, self.difference(name, first, second))

@@ -12,10 +12,10 @@ _FEWEST = 4  # with fewer moves, a jump cannot be told from a trend
 def find_jumps(moves: Sequence[tuple[float, float]], lengths: Sequence[float]) -> list[int]:
     """Return the indices of the jumps among moves from one checkpoint to the next.
 
-    A jump moves more than `JUMP` times as far as the median of the four moves beside it, two before and two after. The
-    95 % intervals decide: the nearer end of its own counts, and the farther ends of theirs. A move over more steps than
-    a neighbor may go as many times as far, so a missing checkpoint makes no jump. The first move is never a jump,
-    because training begins with a fall, and fewer than four moves have none.
+    A jump moves more than `JUMP` times as far as the median of the four moves beside it, two before and two after, by
+    the nearer end of its 95 % interval and the farther ends of the others. A move over more steps than a neighbor may
+    go as many times as far, so a missing checkpoint makes no jump. The first move is never a jump, because training
+    begins with a fall, and fewer than four moves have none.
 
     Args:
         moves: The 95 % interval of each move.

@@ -53,12 +53,12 @@ _READING = (
     "the outcome after a linear fit on the loss.\n"
     "The interval contains the true r for about 95 of 100 suites like this one. Checkpoints of one cluster are not "
     "independent: the width of the interval depends on the number of clusters.\n"
-    "p is the probability of a correlation at least this strong if there were none. It is from permutations of whole "
-    "clusters, with Holm's correction for all pairs. A pair is shown if p is below 0.05 and the intervals over "
+    "p is the probability of a correlation at least this strong if there were none. It comes from permutations of "
+    "whole clusters, with Holm's correction for all pairs. A pair is shown if p is below 0.05 and the intervals over "
     "clusters and over levels, if there are any, exclude 0.\n"
-    "The smallest r that the suite could show is the true correlation that it shows with a probability of 80 %. A pair "
-    "that is not shown may still have a correlation of up to about that size. None means that the suite has too few "
-    "clusters for so many pairs: drop pairs or add clusters.\n"
+    "The smallest r that the suite could show is the true correlation that it would show with a probability of 80 %. A "
+    "pair that is not shown may still have a correlation of up to about that size. None means that the suite has too "
+    "few clusters for so many pairs: drop pairs or add clusters.\n"
     "A jump is a step from one checkpoint of a training run to the next at which the loss or the logarithm of a trace "
     f"moves more than {JUMP:g} times as far as the median of the neighboring steps, two before and two after, as "
     "judged by the 95 % intervals. The first step is never a jump, and a run needs at least five checkpoints."
@@ -280,7 +280,7 @@ class _Suite:
         if loss and pairs:
             panels = pairs[:_PAIRS]
             panels += [(loss, x, "") for x in dict.fromkeys(x for x, _, _ in panels)]
-            caption = "The strongest pairs: compare points of one color. Below: the same measures over the loss."
+            caption = "The strongest pairs: compare points of one color. Below: the same measures against the loss."
             yield self._figure("at-one-loss", "At one loss", panels, f"{caption} {_PICKING}")
         if self.along and columns:
             color = f" in the color of its {self.group}" if self.groups else ""
