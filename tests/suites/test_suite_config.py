@@ -161,7 +161,7 @@ def test_clusters_do_not_run_together_and_copies_count_once():
             {"checkpoints": ["runs/{seed}"], "cluster": "sed"},
             "cluster is 'sed', which is not a label of.*mean seed",
         ),
-        ({"checkpoints": ["runs/{seed}"], "labels": {"sed": [1]}}, "table labels is 'sed', which is no .*mean seed"),
+        ({"checkpoints": ["runs/{seed}"], "labels": {"sed": [1]}}, "table labels is 'sed', which is not .*mean seed"),
         ({"checkpoints": ["runs/{}"]}, r"'runs/\{\}' has \{\}: braces hold the name of a new column"),
         ({"checkpoints": ["runs/{value}"]}, r"has \{value\}: braces hold"),
         ({"checkpoints": ["runs/{loss}"]}, r"the label \{loss\} has the name of a measure"),

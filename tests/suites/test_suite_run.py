@@ -207,13 +207,13 @@ def test_wrong_names_of_outcomes_are_told_before_anything_is_measured(here):
         "int4-rize": "'int4-rize' is neither a measure of the suite nor an imported outcome; did you mean int4-rise",
         "quiz.ac": "did you mean quiz.acc",
         "int4-rise (docs)": "did you mean int4-rise",  # there is only one text
-        "?": "these are .*effective-rank",
+        "?": "choose from .*effective-rank",
     }.items():
         with pytest.raises(IsolossError, match=told):
             folder.check_outcomes((), [wrong])
-    with pytest.raises(IsolossError, match=r"'int4-rize' is no measure .*; did you mean int4-rise\?"):
+    with pytest.raises(IsolossError, match=r"'int4-rize' is neither a measure .*; did you mean int4-rise\?"):
         suite("new", here, PATTERN, outcomes=["int4-rize"]).check_outcomes((), ())
-    with pytest.warns(IsolossWarning, match="'go' is no measure of .*: its cells stay empty until you import it"):
+    with pytest.warns(IsolossWarning, match="'go' is neither .*: its cells stay empty until you import it"):
         suite("new", here, PATTERN, outcomes=["go"]).check_outcomes((), ())
     tasks = suite("tasks", here, PATTERN, measures=["lm-eval-quiz"])
     tasks.check_outcomes((), ["quiz", "lm-eval-quiz", "quiz.acc"])

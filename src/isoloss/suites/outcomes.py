@@ -109,7 +109,7 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
             continue
         name = fitting[0].name
         if len(fitting) > 1:
-            raise IsolossError(f"{path}, line {line}: {told} is {name} or {fitting[1].name}; add another label")
+            raise IsolossError(f"{path}, line {line}: {told} is {name} or {fitting[1].name}; add a label column")
         if (first := lines.setdefault(name, line)) != line:
             raise IsolossError(f"{path}, lines {first} and {line} are both for {name}: leave out one of them")
         for outcome in (outcome for outcome in names if index in numbers[outcome]):
