@@ -107,6 +107,7 @@ MEASURES = {
         "finetune-TASK": "Finetune",
         "features": "Features",
         "effective-rank": "effective_rank",
+        "unembedding-rank": "unembedding_rank",
     },
     "isoloss.lab.evaluation.measures.spans": {"span-LEVEL": "Span"},
     "isoloss.lab.evaluation.measures.brackets": {

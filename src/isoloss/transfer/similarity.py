@@ -228,6 +228,23 @@ def state_ranks(states: torch.Tensor, clusters: torch.Tensor) -> dict[str, Estim
     }
 
 
+def matrix_rank(matrix: torch.Tensor) -> Estimate:
+    """Return the effective rank of a matrix of weights (n, m): exact, with an error of 0 (Roy and Vetterli, 2007).
+
+    Example:
+        >>> import torch
+        >>> from isoloss.transfer.similarity import matrix_rank
+        >>> matrix_rank(torch.diag(torch.tensor([2.0, 2.0, 2.0, 0.0]))).value
+        3.0
+    """
+    import torch
+
+    squares = np.square(torch.linalg.svdvals(matrix.detach().double().cpu()).numpy())
+    _, rank = _shares(squares[squares > _NEGLIGIBLE * squares[0]])
+    about: dict[str, Any] = {"unit": "dimensions", "num_predictions": 0, "method": "exponential of an entropy"}
+    return Estimate(value=rank, stderr=0.0, samples=0, **about)
+
+
 def exact_features(features: torch.Tensor, probabilities: torch.Tensor, truth: torch.Tensor) -> dict[str, Estimate]:
     """Return what `effective_dimension`, `effective_rank` and `linear_cka` estimate, over all sentences of a language.
 

@@ -207,7 +207,18 @@ def test_two_models_are_compared_by_every_measure_that_can_be_paired(of_flatness
         assert difference["value"] == pytest.approx(first[key]["value"] - second[key]["value"], rel=1e-9)
         assert 0 < difference["stderr"] < 2 * np.hypot(first[key]["stderr"], second[key]["stderr"])
     assert names
-    assert bool(pairs) == (name != "squared-norm")
+    assert bool(pairs) == (name not in ("squared-norm", "unembedding-rank"))  # which are exact
+
+
+def test_the_unembedding_rank_is_the_entropy_of_its_singular_values(checkpoints, capsys):
+    words = ("--data", checkpoints / "ids.npy", "--mask-id", "9", "--measures", "unembedding-rank")
+    (evaluation,) = as_json(capsys, "measure", checkpoints / "a", *words)["evaluations"]
+    weights = load_model(checkpoints / "a").model.get_output_embeddings().weight.detach().double()
+    eigenvalues = torch.linalg.eigvalsh(weights.T @ weights)
+    p = eigenvalues[eigenvalues > 1e-10].sqrt()
+    rank = float(torch.special.entr(p / p.sum()).sum().exp())
+    found = evaluation["estimates"]["unembedding-rank"]
+    assert (found["value"], found["stderr"]) == (pytest.approx(rank), 0)
 
 
 def test_the_diagonal_fisher_is_a_file_with_the_names_of_the_checkpoint(checkpoints, tmp_path, capsys):

@@ -567,6 +567,15 @@ def effective_rank(model: Any, batches: Any, *, causal: bool | None = None) -> d
     return {name: dataclasses.replace(estimate, details=about) for name, estimate in found.items()}
 
 
+def unembedding_rank(model: Any) -> Estimate:
+    """Effective rank of the unembedding matrix, of its singular values as they are: exact."""
+    from isoloss.transfer.similarity import matrix_rank
+
+    if (head := model.get_output_embeddings()) is None:
+        raise IsolossError(f"{type(model).__name__} has no unembedding: get_output_embeddings() returns None")
+    return matrix_rank(head.weight)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Features(SeededMeasure):
     """Effective rank and dimension of the last hidden states, and their CKA with the truth; keeps their Gram matrix."""
