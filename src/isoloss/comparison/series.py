@@ -75,8 +75,7 @@ def pairs(
 
     A checkpoint is paired with the checkpoint of the other series with the nearest loss, if both losses are shown to be
     the same within the margin. Otherwise the other series is interpolated between its last two neighbors whose losses
-    enclose this one. Nothing is extrapolated. Copies of an earlier checkpoint of their series have no pair of their
-    own.
+    enclose this one. Nothing is extrapolated. Copies of an earlier checkpoint in their series have no pair.
     """
     first, second = ((name, without_copies(comparison, series)) for name, series in (first, second))
     found: list[Pair] = []

@@ -51,8 +51,7 @@ def forgetting_frontier(
     that reaches the gain and the next smaller one (or no training). Two more rates close in on the gain, and the
     frontier is interpolated linearly between the nearest two. With f the forgetting and b the gain at the interpolated
     point, and s the slope of the line, the error is that of f - s b over documents of both texts, each paired before
-    and after; the half that is trained on is given. The change in the last step of closing in counts as the error of
-    the interpolation.
+    and after, given the half that is trained on. The last change by closing in is the interpolation error.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are trained, and set back bit for bit.

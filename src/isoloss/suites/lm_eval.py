@@ -248,9 +248,7 @@ def _runs(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], dict[str, 
         about = own or next(folder.glob(f"*_{date}.json"), None)
         results = {} if about is None else files.read_json(about)
         if not isinstance(results, dict) or (about and not isinstance(results.get("results"), dict)):
-            raise IsolossError(
-                f"{about} is not a results_DATE.json of lm-evaluation-harness: it has no table 'results'"
-            )
+            raise IsolossError(f"{about} is not a results file of lm-evaluation-harness: it has no table 'results'")
         told = results.get("results", {})
         # if only samples are named, their tasks alone count
         told = told if own else {task: told[task] for task in of_run if task in told}
