@@ -69,7 +69,7 @@ class SuiteTable:
         return cls(frame, tuple(name for name in frame.columns if name not in COLUMNS), config)
 
     def write(self, folder: Path) -> Path:
-        """Write it as Parquet, and return the path."""
+        """Write the table as Parquet, and return the path."""
         buffer = io.BytesIO()
         self.frame.write_parquet(buffer)
         files.write_bytes(folder / TABLE, buffer.getvalue())
@@ -77,7 +77,7 @@ class SuiteTable:
 
     @property
     def along(self) -> str:
-        """The label of the position in a training run; empty: there is none."""
+        """The label of the position in a training run; empty if there is none."""
         return self.config.along or ("step" if "step" in self.labels else "")
 
     def wide(self) -> Any:
@@ -113,7 +113,7 @@ class SuiteTable:
         return [", ".join(f"{name} {row[name]}" for name in names) for row in wide.iter_rows(named=True)]
 
     def copies(self) -> dict[str, list[str]]:
-        """Return the checkpoints that have the weights of an earlier one, by that one."""
+        """Return, by checkpoint, the later checkpoints with identical weights."""
         alike: dict[str, list[str]] = {}
         for checkpoint, weights in self.frame.select("checkpoint", "sha256").unique(maintain_order=True).iter_rows():
             if weights:
@@ -127,7 +127,7 @@ class SuiteTable:
         on other texts, the parts of a loss, and an outcome on another text have no role.
 
         Raises:
-            IsolossError: A name in `predict` is no column.
+            IsolossError: A name in `predict` is not a column.
         """
         wide = self.wide()
         named = [name for name in wide.columns if f"{name}_stderr" in wide.columns]
@@ -176,7 +176,7 @@ class SuiteTable:
         )
 
     def problems(self) -> list[str]:
-        """Return a line for each reason why cells are empty, with one of them and the number of others."""
+        """Return a line for each reason why cells are empty, with an example and the number of other cells."""
         found: dict[str, list[str]] = {}
         names = short_names(self.frame["checkpoint"].unique(maintain_order=True).to_list())
         for row in self.frame.iter_rows(named=True):
@@ -189,12 +189,12 @@ class SuiteTable:
 
 
 def column_name(measure: str, text: str) -> str:
-    """Return the name of a measure's column; `text` is empty if there is only one."""
+    """Return the name of a measure's column; `text` is empty if there is only one text."""
     return f"{measure} ({text})" if text else measure
 
 
 def parts_of(outcome: str) -> tuple[str, str]:
-    """Return how the names of the columns begin if a measure or a task of lm-evaluation-harness has several."""
+    """Return how column names begin, for a measure or a task of lm-evaluation-harness with several columns."""
     return f"{outcome}, ", f"{outcome.removeprefix('lm-eval-')}."
 
 
