@@ -179,7 +179,7 @@ def test_there_is_no_answer_where_much_of_a_model_was_not_rounded():
     comparison = compare(models, [{"input_ids": ids, "labels": ids}], causal=True)
     *_, answer, _ = comparison.answers()
     assert (answer.question, answer.holds) == ("More robust at 4 bits?", None)
-    assert answer.answer == "No answer: 50 % of the weights of a's linear maps are rounded"
+    assert answer.answer == "No answer: only 50 % of the weights of a's linear maps are rounded"
     assert "rounded: 64 of 128 weights of linear maps" in str(comparison)
 
 
@@ -326,7 +326,7 @@ def test_a_model_is_better_at_a_task_where_an_exact_test_says_so(text, reviews, 
     assert f", p {p_value:.2g} by McNemar's test" in answer.detail
     assert answer.holds is (True if p_value < 0.05 else None)
     assert answer.answer.startswith("a, by" if p_value < 0.05 else "No difference shown, by")
-    assert ("too few for errors to be right" in found.caption()) is (right + wrong < 20)
+    assert ("too few for reliable errors" in found.caption()) is (right + wrong < 20)
 
 
 @pytest.mark.parametrize("name", ["one", "two"])

@@ -78,9 +78,9 @@ def test_a_comparison_that_was_killed_goes_on_and_ends_with_the_same_bytes(folde
     (folder / "c" / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.1}))
     compare(["a", "b", "c"], **options, **HOW)
     assert measured == {"c"}  # the same weights, and another function of them
-    with pytest.raises(IsolossError, match="kept has a comparison with other first model: choose another folder"):
+    with pytest.raises(IsolossError, match="kept has a comparison with different first model: choose another folder"):
         compare(["b", "a"], **options, **HOW)
-    with pytest.raises(IsolossError, match="kept has a comparison with other inputs and settings: choose"):
+    with pytest.raises(IsolossError, match="kept has a comparison with different inputs and settings: choose"):
         compare(["a", "b"], **options, **HOW | {"seed": 4})
     with pytest.raises(IsolossError, match="a exists and is not an empty folder"):
         compare(["a", "b"], **options | {"output": "a"}, **HOW)

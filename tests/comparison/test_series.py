@@ -180,7 +180,7 @@ def test_small_values_of_a_series_are_in_the_unit_of_their_title():
 
 def test_what_is_not_compared_at_one_loss_is_said():
     models = run("a", [3.0, 2.0], [10.0, 20.0]) | run("b", [2.5, 1.5], [9.0, 16.0])
-    said = "At one loss, only the traces are compared: all else is of each checkpoint at its own loss."
+    said = "Only traces are compared at one loss; all other measures are at each checkpoint's own loss."
     assert said not in compared(models).texts()
     tasks = {
         name: each | {"probe-root": dataclasses.replace(each["loss"], details=PROBE)} for name, each in models.items()

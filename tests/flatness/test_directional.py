@@ -117,7 +117,7 @@ def test_the_measure_takes_the_update_where_training_ended(tmp_path):
     update = next_update(run, LANGUAGE.build())
     length = torch.cat([part.reshape(-1) for part in update.values()]).norm()
     assert estimate.details["length"] == pytest.approx(float(length), rel=1e-5)
-    with pytest.raises(IsolossError, match=f"the optimizer's state is kept at the last step, {end}, and not at 0"):
+    with pytest.raises(IsolossError, match=f"the optimizer's state is kept only at the last step, {end}, not at 0"):
         evaluate(run.path, "directional-sharpness", steps=0)
-    with pytest.raises(IsolossError, match="has an optimizer to go on with: leave out --language"):
+    with pytest.raises(IsolossError, match="has an optimizer to continue with: leave out --language"):
         evaluate(run.checkpoint(end), "directional-sharpness", language=LANGUAGE)

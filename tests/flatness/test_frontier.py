@@ -123,7 +123,7 @@ def test_a_rate_that_diverges_and_a_gain_out_of_reach_are_said():
     assert [*found] == ["frontier", "gain-0.1", "forgetting-0.1"]
     with pytest.raises(IsolossError, match=r"diverges at the smallest learning rate, 1e\+30"):
         truth.measured(learning_rates=(1e30,))
-    with pytest.warns(IsolossWarning, match=r"no forgetting at a gain of 9, as the largest is 0\.\d+, at the learning"):
+    with pytest.warns(IsolossWarning, match=r"no learning rate reaches a gain of 9: the largest gain is 0\.\d+, at"):
         assert "frontier" not in truth.measured(gain=9.0)
     assert truth.model.w.equal(truth.start)
 
@@ -131,7 +131,7 @@ def test_a_rate_that_diverges_and_a_gain_out_of_reach_are_said():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"learning_rates": (0.1, 0.01)}, r"learning_rates is \(0\.1, 0\.01\); these are above 0, in ascending order"),
+        ({"learning_rates": (0.1, 0.01)}, r"learning_rates is \(0\.1, 0\.01\); name rates above 0, in ascending order"),
         ({"gain": 0.0}, r"gain is 0\.0; it must be more than 0"),
         ({"num_steps": 0}, "num_steps is 0"),
         ({"optimizer": "lion"}, "optimizer is 'lion'; it is one of adamw, sgd"),

@@ -69,7 +69,7 @@ def test_a_singular_loss_has_the_coefficient_of_its_quadrature():
 
 def test_chains_that_have_not_converged_are_refused():
     still = {"localization": 1.0, "step_size": 1e-6, "num_draws": 50, "burn_in": 0}
-    message = r"not converged: at the step 1e-06 and at half of it the values are \S+ and \S+, R-hat \S+ and \S+ "
+    message = r"not converged: at the step size 1e-06 and half of it, the values are \S+ and \S+, R-hat \S+ and \S+ "
     message += r"\(at most 1\.05\), and the effective draws \d+ and \d+ \(at least 100\): take more draws and a longer"
     with pytest.raises(IsolossError, match=message):
         measured(quadratic, torch.zeros(12), **still)
@@ -84,7 +84,7 @@ def test_chains_that_have_not_converged_are_refused():
             num_draws=150,
             burn_in=20,
         )
-    with pytest.raises(IsolossError, match=r"a chain left all finite losses at the step 0\.1: take a smaller one"):
+    with pytest.raises(IsolossError, match=r"a chain's loss is not finite at the step size 0\.1: take a smaller one"):
         measured(quadratic, torch.zeros(12), step_size=0.1)
 
 

@@ -445,11 +445,11 @@ def noise(model, batches, **options):
         (spectral_density, {"num_probes": 1}, "num_probes is 1"),
         (spectral_density, {"num_steps": 0}, "num_steps is 0"),
         (spectral_density, {"matrix": "x"}, "'x'; it is one of"),
-        (lambda *_, **o: Rounding(**o), {"bits": 1}, "bits is 1; weights are rounded to between 2 and 8 bits"),
+        (lambda *_, **o: Rounding(**o), {"bits": 1}, "bits is 1; it must be from 2 to 8"),
         (
             lambda *_, **o: Rounding(**o),
             {"bits": 4, "group_size": 0},
-            "group_size is 0; a group has at least one weight",
+            "group_size is 0; it must be at least 1",
         ),
         (lambda *_, **o: Rounding(**o), {"bits": 4, "grid": "nf5"}, "grid is 'nf5'; it is one of symmetric, .*, nf4"),
         (lambda *_, **o: Rounding(**o), {"bits": 3, "grid": "nf4"}, "bits is 3; the grid nf4 has 4 bits"),

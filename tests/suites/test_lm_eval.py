@@ -170,7 +170,7 @@ def test_refused(tmp_path):
         read_lm_eval(tmp_path)
     file = tmp_path / "samples_quiz_2026-01-01T12-00-00.0.jsonl"
     file.write_text('{"doc_hash": "a", "filter": "none"}')
-    with pytest.raises(IsolossError, match="line 1 is no sample of lm-evaluation-harness: it has no 'metrics'"):
+    with pytest.raises(IsolossError, match="line 1 is not a sample of lm-evaluation-harness: it has no 'metrics'"):
         read_lm_eval(file)
     (tmp_path / "results_2026-01-01T12-00-00.0.json").write_text("{}")
     with pytest.raises(IsolossError, match="it has no table 'results'"):

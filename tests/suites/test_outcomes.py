@@ -55,17 +55,17 @@ def test_a_table_by_labels(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model,qa\na,1\n", r"has no column checkpoint and none of a label \(seed, step\); it has model, qa"),
-        ("seed,step,note\n0,10,good\n", "has no numeric column beside seed, step; it has seed, step, note"),
-        ("seed,step,qa\n0,10,0.5\n0,20,half\n", "line 3: the column qa should hold numbers and has 'half'"),
-        ("seed,qa\n0,0.5\n", "line 2: seed 0 is runs/seed0@step10 or runs/seed0@step20; add a column"),
+        ("model,qa\na,1\n", r"has no column checkpoint and no column of a label \(seed, step\); it has model, qa"),
+        ("seed,step,note\n0,10,good\n", "has no numeric column besides seed, step; it has seed, step, note"),
+        ("seed,step,qa\n0,10,0.5\n0,20,half\n", "line 3: the column qa should hold numbers, but has 'half'"),
+        ("seed,qa\n0,0.5\n", "line 2: seed 0 is runs/seed0@step10 or runs/seed0@step20; add a label column"),
         ("seed,step,qa\n0,10,0.5\n0,10,0.6\n", "lines 2 and 3 are both for runs/seed0@step10: leave out one of them"),
         ("seed,step,qa\n0,10,inf\n", "qa of .*results.csv, line 2: the estimate is not finite"),
         ("seed,step,qa,qa_stderr\n0,10,1,-1\n", "qa of .*results.csv, line 2: stderr is -1.0; it must be at least 0"),
         ("seed,step,qa,qa\n0,10,1,2\n", "has two columns 'qa': leave out one of them"),
         ("seed,step,qa, qa\n0,10,1,2\n", "has two columns 'qa': leave out one of them"),
-        ('seed,step,qa,go\n0,10,"0,5",1\n', "line 2: the column qa should hold numbers and has '0,5'"),
-        ("seed,step,qa,go\n0,10,61%,1\n", "line 2: the column qa should hold numbers and has '61%'"),
+        ('seed,step,qa,go\n0,10,"0,5",1\n', "line 2: the column qa should hold numbers, but has '0,5'"),
+        ("seed,step,qa,go\n0,10,61%,1\n", "line 2: the column qa should hold numbers, but has '61%'"),
         ("seed,step,qa\n0,10,1,2\n", "is not a readable .csv file"),
         ("", "is not a readable .csv file"),
     ],
@@ -88,7 +88,7 @@ def test_results_of_lm_eval_by_name_path_and_revision(tmp_path):
         (str(tmp_path / "models/late"), "topics_rolling.bits_per_byte"),
     }
     with pytest.warns(
-        IsolossWarning, match="left out: the results of models/late, which is no checkpoint of the suite"
+        IsolossWarning, match="left out: the results of models/late, which is not a checkpoint of the suite"
     ):
         assert {each.checkpoint for each in read_outcomes([DATA], members[:1])} == {"models/early"}
     document = {

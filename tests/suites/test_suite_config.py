@@ -117,7 +117,7 @@ def test_odd_and_unused_values_of_labels_are_told(cache):
     told = r"\{seed\} is 'backup' in runs/backup but an integer in other names: .* labels = \{seed = \[...\]\}"
     with pytest.warns(IsolossWarning, match=told):
         assert len(found("runs/{seed}")) == 3
-    with pytest.warns(IsolossWarning, match="no checkpoint has the seed 7 or main, which the table labels lists"):
+    with pytest.warns(IsolossWarning, match="no checkpoint has the seed 7 or main that the table labels lists"):
         some = found("r{rest}/{seed}", labels={"seed": [0, 7, "1", "main"]})
     assert some == {f"runs/{seed}": {"rest": "uns", "seed": seed} for seed in (0, 1)}
 
@@ -157,11 +157,14 @@ def test_clusters_do_not_run_together_and_copies_count_once():
     [
         ({"checkpoints": []}, "checkpoints is empty"),
         ({}, "checkpoints is missing"),
-        ({"checkpoints": ["runs/{seed}"], "cluster": "sed"}, "cluster is 'sed', which is no label of the.*mean seed"),
-        ({"checkpoints": ["runs/{seed}"], "labels": {"sed": [1]}}, "table labels is 'sed', which is no .*mean seed"),
+        (
+            {"checkpoints": ["runs/{seed}"], "cluster": "sed"},
+            "cluster is 'sed', which is not a label of.*mean seed",
+        ),
+        ({"checkpoints": ["runs/{seed}"], "labels": {"sed": [1]}}, "table labels is 'sed', which is not .*mean seed"),
         ({"checkpoints": ["runs/{}"]}, r"'runs/\{\}' has \{\}: braces hold the name of a new column"),
         ({"checkpoints": ["runs/{value}"]}, r"has \{value\}: braces hold"),
-        ({"checkpoints": ["runs/{loss}"]}, r"braces hold \{loss\}, which is what the suite measures"),
+        ({"checkpoints": ["runs/{loss}"]}, r"the label \{loss\} has the name of a measure"),
         ({"checkpoints": ["runs/{seed}"], "measures": ["tracee"]}, "no measure 'tracee'; did you mean trace"),
         ({"checkpoints": ["runs/{seed}"], "settings": {"num_sequence": 3}}, "did you mean num_sequences"),
         ({"checkpoints": ["runs/{seed}"], "texts": {"docs": "no.txt"}}, "there is no data no.txt"),

@@ -131,7 +131,7 @@ def test_pairs_that_are_not_known_are_told_once_for_each_reason():
     unknown = [Association(measure="trace", outcome=each, problem="too few", **about) for each in outcomes]
     others = [Association(measure="rank", outcome=each, pearson=known, p_adjusted=0.5, **about) for each in outcomes]
     assert list(_sentences(unknown)) == [
-        "At one loss, nothing is known of 12 of 12 pairs, such as trace and outcome 0: too few."
+        "At one loss, nothing is known about 12 of 12 pairs, such as trace and outcome 0: too few."
     ]
     assert list(_sentences(unknown[:1])) == [unknown[0].sentence()]
     *strongest, left, nothing = _sentences([*unknown, *others])

@@ -195,7 +195,7 @@ def test_another_first_checkpoint_does_not_mix_inputs(here, made):
 def test_wrong_names_of_outcomes_are_told_before_anything_is_measured(here):
     folder = suite("out", here, PATTERN, measures=["trace", "int4-rise", "features"], outcomes=["probe-sst2", "chess"])
     Path("results.csv").write_text("seed,step,loss,qa\n0,1,2.5,0.5\n")
-    with pytest.raises(IsolossError, match="the column 'loss' of what is imported has the name of what the suite"):
+    with pytest.raises(IsolossError, match="the imported column 'loss' has the name of a measure of the suite"):
         folder.check_outcomes(read_outcomes(["results.csv"], folder.members), ())
     Path("results.csv").write_text("seed,step,qa,quiz.acc,chess\n0,1,0.5,1,1500\n")
     outcomes = read_outcomes(["results.csv"], folder.members)
@@ -204,16 +204,16 @@ def test_wrong_names_of_outcomes_are_told_before_anything_is_measured(here):
     folder.keep(outcomes)
     folder.check_outcomes(outcomes, names)  # a later value of the same
     for wrong, told in {
-        "int4-rize": "'int4-rize' is no measure of the suite and no imported outcome; did you mean int4-rise",
+        "int4-rize": "'int4-rize' is neither a measure of the suite nor an imported outcome; did you mean int4-rise",
         "quiz.ac": "did you mean quiz.acc",
         "int4-rise (docs)": "did you mean int4-rise",  # there is only one text
-        "?": "these are .*effective-rank",
+        "?": "choose from .*effective-rank",
     }.items():
         with pytest.raises(IsolossError, match=told):
             folder.check_outcomes((), [wrong])
-    with pytest.raises(IsolossError, match=r"'int4-rize' is no measure .*; did you mean int4-rise\?"):
+    with pytest.raises(IsolossError, match=r"'int4-rize' is neither a measure .*; did you mean int4-rise\?"):
         suite("new", here, PATTERN, outcomes=["int4-rize"]).check_outcomes((), ())
-    with pytest.warns(IsolossWarning, match="'go' is no measure of .*: its cells stay empty until you import it"):
+    with pytest.warns(IsolossWarning, match="'go' is neither .*: its cells stay empty until you import it"):
         suite("new", here, PATTERN, outcomes=["go"]).check_outcomes((), ())
     tasks = suite("tasks", here, PATTERN, measures=["lm-eval-quiz"])
     tasks.check_outcomes((), ["quiz", "lm-eval-quiz", "quiz.acc"])
@@ -264,7 +264,7 @@ def test_the_command(here, made, monkeypatch, capfd):
     )
     assert main(["suite", "suite.toml", "--plan"]) == 0
     assert "7 checkpoints" in (told := capfd.readouterr().out)
-    assert "nothing tells their size or time (first: lab/tiny-seed7@step1)" in " ".join(told.split())
+    assert "so their size and time are unknown (first: lab/tiny-seed7@step1)" in " ".join(told.split())
     assert not Path("suite").exists()
     assert main(["suite", "suite.toml", "--predict", "int4-rize"]) == 2
     assert "did you mean int4-rise?" in capfd.readouterr().err

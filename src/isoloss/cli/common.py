@@ -229,14 +229,19 @@ def command(*words: object) -> str:
     return shlex.join(["isoloss", *map(str, words)])
 
 
-def command_with(subcommand: str, arguments: Sequence[str], option: str, value: object) -> str:
-    """Return the command line of a subcommand with another value of one option."""
+def without_option(arguments: Sequence[str], option: str) -> list[str]:
+    """Return arguments without an option that takes one value."""
     words = list(arguments)
     for place, word in enumerate(words):
         if word.partition("=")[0].replace("_", "-") == option:
             del words[place : place + (1 if "=" in word else 2)]
             break
-    return command(subcommand, *words, option, value)
+    return words
+
+
+def command_with(subcommand: str, arguments: Sequence[str], option: str, value: object) -> str:
+    """Return the command line of a subcommand with another value of one option."""
+    return command(subcommand, *without_option(arguments, option), option, value)
 
 
 def say_next(commands: Sequence[str]) -> None:

@@ -231,6 +231,8 @@ def _check(args: Any, names: list[str], models: list[str]) -> None:
 def _next(args: Any, arguments: list[str], reasons: Collection[Reason], taken: int | None) -> list[str]:
     """Return the commands that may answer what this one left open, built from its own arguments."""
     commands = []
+    # the folder of --output has a comparison with other settings
+    arguments = common.without_option(arguments, "--output")
     if taken is not None and not {"open", "loss open", "rare"}.isdisjoint(reasons):
         commands.append(common.command_with("compare", arguments, "--num-sequences", _MORE * taken))
     # models of a text have a tokenizer

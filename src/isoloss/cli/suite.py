@@ -57,7 +57,7 @@ class Args:
     default: the language of the checkpoints' runs, or else python:docs."""
     measures: tuple[str, ...] = ()
     """Names of measures (isoloss ls measures); default: trace, minimal trace, the rises of the loss with 4-bit weights
-    and under noise, and effective rank and dimension. The loss is measured in any case."""
+    and under noise, and effective rank and dimension. The loss is always measured."""
     outcomes: tuple[str, ...] = ()
     """What to predict: measures such as probe-sst2 or lm-eval-TASK, or imported outcomes; default: the rises."""
     cluster: str = ""
@@ -65,7 +65,7 @@ class Args:
     along: str = ""
     """The label of the position in a training run; default: step."""
     levels: str = ""
-    """A label over which the answer must also hold, such as optimizer or recipe."""
+    """A label across which the answer must also hold, such as optimizer or recipe."""
     loss_margin: float = SuiteConfig.loss_margin
     """How far apart losses may be and still count as the same, in nats per predicted token."""
     import_: tuple[str, ...] = ()
@@ -90,9 +90,9 @@ class Args:
     json: bool = False
     """Print one JSON document."""
     work: bool = False
-    """Help another process to measure a suite, until no checkpoint is left."""
+    """Help another process measure a suite until no checkpoint is left."""
     member: str = ""
-    """Measure only this checkpoint of a suite; isoloss starts its own processes with this option."""
+    """Measure only this checkpoint of a suite; for the processes that isoloss starts."""
 
 
 def arguments_class() -> type:
@@ -113,12 +113,12 @@ def main(arguments: list[str]) -> int:
     folder = _folder(args)
     imported = [Path(each).absolute() for each in args.import_]
     with contextlib.chdir(folder.directory):
-        if args.plan:
-            return _plan(folder, args)
-        # before anything is measured: what the table takes is there, and every file can be read
+        # before anything is measured: polars is installed, and every file can be read
         require_package("polars")
         outcomes = read_outcomes(imported, folder.members)
         folder.check_outcomes(outcomes, args.predict)
+        if args.plan:
+            return _plan(folder, args)
         status = _run(folder, args)
         if status == interrupts.status():
             return status
@@ -161,7 +161,10 @@ def _folder(args: Any) -> SuiteFolder:
     with contextlib.chdir(directory):
         config = replaced(config, changes)
         found = tuple(members(config, common.note))
-        return SuiteFolder(path.absolute(), config, found, config.sources(), directory)
+        folder = SuiteFolder(path.absolute(), config, found, config.sources(), directory)
+    if stored is None and (path / RECORD).exists() and SuiteFolder.open(path).config != config:
+        common.note(f"{path} has a suite with other settings: its table and page are replaced, its cells are kept")
+    return folder
 
 
 def _text(word: str) -> tuple[str, str]:
@@ -182,7 +185,7 @@ def _measure(folder: SuiteFolder, name: str) -> int:
 
 
 def _run(folder: SuiteFolder, args: Any) -> int:
-    """Measure what is left of a suite; the status is 2 where checkpoints could not be measured."""
+    """Measure what is left of a suite; the status is 2 if checkpoints could not be measured."""
     from isoloss.studies.run.loop import Loop, Options
 
     execute = executor_of(args)
@@ -249,7 +252,7 @@ def _sentences(answers: Sequence[Association]) -> Iterator[str]:
     for problem in dict.fromkeys(each.problem for each in answers if each.problem):
         first, *more = [each for each in answers if each.problem == problem]
         many = f"{1 + len(more)} of {len(answers)} pairs, such as {first.measure} and {first.outcome}"
-        yield f"At one loss, nothing is known of {many}: {problem}." if more else first.sentence()
+        yield f"At one loss, nothing is known about {many}: {problem}." if more else first.sentence()
 
 
 def _plan(folder: SuiteFolder, args: Any) -> int:
@@ -289,7 +292,7 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
         )
     if unknown := about["unknown"]:
         common.say_wrapped(
-            f"Not on this machine: {len(unknown)} of the checkpoints, and nothing tells their size or time (first: "
+            f"Not on this machine: {len(unknown)} of the checkpoints, so their size and time are unknown (first: "
             f"{unknown[0]}). Train or download them first, or give the table `parameters`."
         )
     return 0

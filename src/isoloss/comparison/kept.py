@@ -20,10 +20,10 @@ _REMEDY = "delete it, and its numbers are measured again"
 
 
 class Kept:
-    """The estimates of the models of one comparison that are done: a JSON file for each, and its influences beside it.
+    """The measured models of a comparison: a JSON file with the estimates of each, and the influences beside it.
 
     Args:
-        folder: New or empty, or of the same comparison.
+        folder: New, empty, or that of the same comparison.
         about: The inputs and settings that decide the estimates of all models, as JSON types.
 
     Raises:
@@ -39,10 +39,10 @@ class Kept:
             files.write_sealed(folder / _ABOUT, given)
         known = files.read_sealed(folder / _ABOUT, _REMEDY)
         if other := [name for name, value in given.items() if known.get(name) != value]:
-            raise IsolossError(f"{folder} has a comparison with other {' and '.join(other)}: choose another folder")
+            raise IsolossError(f"{folder} has a comparison with different {' and '.join(other)}: choose another folder")
 
     def read(self, model: str, identity: Mapping[str, str]) -> tuple[dict[str, Estimate], str] | None:
-        """Return the estimates of a model and the reason that `write` was given; None: it is to be measured."""
+        """Return the estimates of a model and the reason that `write` was given; None: it must be measured."""
         path = self._path(model)
         influences = path.with_suffix(".safetensors")
         if not (path.is_file() and influences.is_file()):
@@ -60,7 +60,7 @@ class Kept:
     def write(
         self, model: str, identity: Mapping[str, str], estimates: Mapping[str, Estimate], no_minimal: str
     ) -> None:
-        """Keep the estimates of a model, which the identity tells, and why it has no minimal trace of its own."""
+        """Keep the estimates of a model with this identity, and why it has no minimal trace of its own."""
         path = self._path(model)
         influences = {name: each.influence for name, each in estimates.items() if each.influence is not None}
         data = arrays.save(influences)

@@ -84,13 +84,13 @@ class Answer:
 class ModelComparison(TraceComparison):
     """The result of `isoloss.compare`: it prints as one table with the answers below it.
 
-    The others are compared with the first model.
+    All other models are compared with the first.
 
     Attributes:
         loss_margin: The margin in nats per predicted token within which two losses count as the same.
         min_ratio: The smallest ratio of two traces that counts.
         inputs: The inputs that the models were measured on, in words.
-        measures: The measures that were asked for beside the usual ones.
+        measures: The measures that were requested beside the usual ones.
     """
 
     loss_margin: float = LOSS_MARGIN
@@ -157,9 +157,9 @@ class ModelComparison(TraceComparison):
     def verdict(
         self, *, loss_margin: float | None = None, min_ratio: float | None = None, more: str = "more inputs"
     ) -> Verdict:
-        """Return which model is the flattest, or why that cannot be said.
+        """Return which model is the flattest, or why there is no verdict.
 
-        Arguments are those of `TraceComparison.verdict`; None: the comparison's.
+        The arguments are those of `TraceComparison.verdict`; None: the values of the comparison.
         """
         return verdict(
             self,
@@ -244,7 +244,7 @@ class ModelComparison(TraceComparison):
                 continue
             texts.append(f"The losses of {first} and {other} never overlap, so they have no pair at one loss.")
         if any(self.pairs_at_one_loss.values()) and len(self.titles) > len(self.traces) + 1:
-            texts.append("At one loss, only the traces are compared: all else is of each checkpoint at its own loss.")
+            texts.append("Only traces are compared at one loss; all other measures are at each checkpoint's own loss.")
         return texts
 
     def _states(self, task: str) -> str:
@@ -289,7 +289,7 @@ class ModelComparison(TraceComparison):
         least = min(shares, key=shares.__getitem__)
         if shares[least] < _LEAST_ROUNDED:
             share = f"{100 * shares[least]:.0f} %"
-            answer = f"No answer: {share} of the weights of {self.short[least]}'s linear maps are rounded"
+            answer = f"No answer: only {share} of the weights of {self.short[least]}'s linear maps are rounded"
             return Answer(question=question, answer=answer, detail="", holds=None)
         best = self._best(name, question, largest=False)
         if self._same_loss().holds:
@@ -309,7 +309,7 @@ class ModelComparison(TraceComparison):
     def _best(self, name: str, question: str, *, largest: bool) -> Answer:
         names, ranked = self.short, self.ranking(name)
         best, *others = reversed(ranked) if largest else ranked
-        # the one that it is least surely better than, which need not be the next
+        # the one that it is least certain to be better than, which need not be the next
         other = max(others, key=lambda other: p_value(self.difference(name, best, other)))
         first, second = self._ordered((best, other))
         difference = self.shown(name, self.difference(name, first, second))
@@ -382,7 +382,7 @@ class ModelComparison(TraceComparison):
             )
         for name, task in self.tasks.items():
             details = next(iter(self.of(name).values())).details
-            few = ", too few for errors to be right" * (details["num_test"] < _LEAST_TEST)
+            few = ", too few for reliable errors" * (details["num_test"] < _LEAST_TEST)
             notes.append(f"{task}: {accuracy_bounds(details)}, {details['num_test']:,} test examples{few}")
         if self.tasks:
             states = self._states(next(iter(self.tasks)))
@@ -392,7 +392,7 @@ class ModelComparison(TraceComparison):
         return "; ".join([text, *notes])
 
     def table(self, *, brief: bool = False) -> tuple[list[str], list[list[str]], int]:
-        """Return one table as text: header, rows, and how many columns are text.
+        """Return the table as text: header, rows, and how many columns are text.
 
         Of two models, a row is a measure, with the second minus the first; of more, a row is a model, and a `brief`
         table has the measures that fit a terminal.

@@ -27,7 +27,7 @@ _READING = (
     "A model is called the flattest only if its trace and its minimal trace are both the smallest, the models have one "
     "architecture, and their losses are shown to be the same. The trace alone is not enough: rescaling the weights can "
     "change it without changing a prediction.\n"
-    "A rise is how far the loss grows under a change of the weights. With 8 bits, the weights of linear layers are "
+    "A rise is how far the loss grows when the weights change. With 8 bits, the weights of linear layers are "
     "rounded to the nearest of 255 values per output; with 4 bits, to the nearest of 15 values per group of 128 "
     "weights; both without calibration. With noise, Gaussian noise of a few percent of each tensor's root mean square "
     "is added to all weights."
@@ -38,10 +38,10 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
     """Return the page of a comparison as one HTML document that loads nothing.
 
     Args:
-        comparison: The comparison of two models or more. If only one was measured, because another failed, the page has
-            its numbers alone.
+        comparison: The comparison of two models or more. If only one was measured because another failed, the page has
+            only its numbers.
         command: The command line that made the page, which is shown at its end.
-        more: What would make the errors smaller.
+        more: What would make the errors smaller, such as more inputs.
     """
     # a change over the steps of one series is neither good nor open
     tones: dict[bool | None, Tone] = _TONES | ({None: "neutral"} if len(comparison.series) == 1 else {})

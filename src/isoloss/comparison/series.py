@@ -1,7 +1,7 @@
 """Series of checkpoints: how measures change over the steps, and two series at one loss.
 
-A series has the checkpoints of one training run, or of another folder or hub name with steps in its names
-(`isoloss.checkpoints.places.series_of`): a mapping from step to model.
+A series is a mapping from step to model: the checkpoints of one training run, or of another folder or hub name with
+steps in its names (`isoloss.checkpoints.places.series_of`).
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def pairs(
 ) -> list[Pair]:
     """Return pairs of two series, each with its name, at one loss, from the largest loss to the smallest.
 
-    A checkpoint is paired with the checkpoint of the other series whose loss is the nearest, if both losses are shown
-    to be the same within the margin; else with the last two neighbors whose losses enclose its own, interpolated.
-    Nothing is extrapolated. Copies of an earlier checkpoint of their series have no pair of their own.
+    A checkpoint is paired with the checkpoint of the other series with the nearest loss, if both losses are shown to be
+    the same within the margin. Otherwise the other series is interpolated between its last two neighbors whose losses
+    enclose this one. Nothing is extrapolated. Copies of an earlier checkpoint in their series have no pair.
     """
     first, second = ((name, without_copies(comparison, series)) for name, series in (first, second))
     found: list[Pair] = []
@@ -139,7 +139,7 @@ def _pair(
 
 
 def without_copies(comparison: TraceComparison, series: Series) -> Series:
-    """Return a series without the checkpoints that are copies of an earlier one of it."""
+    """Return a series without the copies of its earlier checkpoints."""
     first = {comparison.originals[model]: step for step, model in reversed(list(series.items()))}
     return {step: model for step, model in series.items() if first[comparison.originals[model]] == step}
 

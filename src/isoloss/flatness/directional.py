@@ -38,8 +38,9 @@ def directional_sharpness(
 ) -> Estimate:
     """Measure the curvature of the loss along a direction: v' F v / v' v, with F the Fisher (Gauss-Newton) matrix.
 
-    It lies between the smallest and the largest eigenvalue of F, and over random directions its mean is the trace over
-    the number of parameters. Pan and Li (2023, arXiv:2306.00204) compare optimizers by it, along their updates.
+    It lies between the smallest and the largest eigenvalue of F, and its mean over random directions is the trace
+    divided by the number of parameters. Pan and Li (2023, arXiv:2306.00204) compare optimizers by the sharpness along
+    their updates.
 
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).
@@ -49,12 +50,12 @@ def directional_sharpness(
         num_sequences: Stop after this many sequences; None: at the end of the batches.
 
     Returns:
-        The curvature in nats per predicted token and squared unit of length: besides its first-order change, the loss
-        rises by d^2 / 2 times it for a step of length d. The error covers the inputs.
+        The curvature in nats per predicted token and squared unit of length: beyond its first-order change, the loss
+        rises by d^2 / 2 times the curvature for a step of length d. The error covers the inputs.
 
     Raises:
-        IsolossError: A part that is missing, of another shape or not finite, a direction that is 0 everywhere, a batch
-            that does not fit, or fewer than 2 independent inputs.
+        IsolossError: A part is missing, has another shape or is not finite, the direction is 0 everywhere, a batch does
+            not fit, or fewer than 2 inputs are independent.
 
     Example:
         >>> import torch
@@ -75,7 +76,7 @@ def directional_sharpness(
 
 
 def _flat(loss: MeanLoss, direction: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return (P,): a direction given by parameter; refuse one that is none."""
+    """Return (P,): a direction given by parameter; refuse an invalid one."""
     if alone := {*direction} ^ {*loss.parameters}:
         raise IsolossError(
             f"the direction and the model's trainable parameters differ: only one of them has {min(alone)}"
@@ -88,7 +89,7 @@ def _flat(loss: MeanLoss, direction: Mapping[str, torch.Tensor]) -> torch.Tensor
     length = float(flat.double().norm())
     if not 0 < length < float("inf"):
         what = "is 0 everywhere" if length == 0 else "is not finite"
-        raise IsolossError(f"the direction {what}, so that there is no curvature along it")
+        raise IsolossError(f"the direction {what}, so there is no curvature along it")
     return flat
 
 
@@ -99,19 +100,19 @@ def critical_sharpness(
     direction: Mapping[str, torch.Tensor] | None = None,
     causal: bool | None = None,
 ) -> Estimate:
-    """Measure 2 over the smallest step along an update at which the mean loss is back at its start.
+    """Measure 2 / s for the smallest step s along an update at which the mean loss is back at its initial value.
 
-    With L the mean loss per predicted token at the weights w and v the update, the step is the smallest s > 0 with
-    L(w + s v) = L(w), the learning rate above which the update makes the loss worse (Kalra et al. 2026,
-    arXiv:2601.16979, "critical sharpness"). It takes first derivatives only. For a quadratic loss with the gradient g
-    and v = -g, it is the curvature along the gradient, g' H g / g' g, which is at most the largest eigenvalue.
+    With L the mean loss per predicted token, w the weights and v the update, s is the smallest s > 0 at which `L(w + s
+    v) = L(w)`, the learning rate above which the update makes the loss worse (Kalra et al. 2026, arXiv:2601.16979,
+    "critical sharpness"). It takes first derivatives only. For a quadratic loss with the gradient g and v = -g, the
+    critical sharpness is the curvature along the gradient, g' H g / g' g, which is at most the largest eigenvalue.
 
-    The step is doubled until the loss is above its start; then Brent's method takes the root of the slope of the chord,
-    (L(w + s v) - L(w)) / s, which is linear in s where the loss is quadratic.
+    The step is doubled until the loss is above its initial value; then Brent's method finds the root of the slope of
+    the chord, (L(w + s v) - L(w)) / s, which is linear in s where the loss is quadratic.
 
     The error is over clusters of the inputs, to first order (the root is an implicit function of the clusters' losses).
-    Along the gradient it covers the gradient's own error too. A gradient of few inputs has much noise, and is sharper
-    than one of many: compare models on the same inputs.
+    Along the gradient it covers the error of the gradient, too. The gradient of few inputs is noisy, and the loss is
+    sharper along it than along the gradient of many: compare models on the same inputs.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are moved, and set back bit for bit.
@@ -125,7 +126,7 @@ def critical_sharpness(
         have the critical `step` and the number of `forward_passes`, about 12.
 
     Raises:
-        IsolossError: A direction that is none, as for `directional_sharpness`, or along which the loss does not fall at
+        IsolossError: The direction is invalid, as for `directional_sharpness`, or the loss does not fall along it at
             first; the loss does not rise however far the weights move; a batch does not fit, or fewer than 2 inputs are
             independent.
 
@@ -142,7 +143,7 @@ def critical_sharpness(
     along = -gradient if direction is None else _flat(loss, direction).to(gradient)
     slope = inner(gradient, along)
     if not slope < 0:
-        raise IsolossError("the loss does not fall along the direction, so that no step brings it back to its start")
+        raise IsolossError("the loss does not fall along the direction, so no step brings it back to its initial value")
     before, every = loss.by_cluster(), torch.ones(loss.num_sequences, dtype=torch.bool)
     rises: dict[float, torch.Tensor] = {}
     with weights_restored(loss.parameters.values()) as originals:

@@ -1,7 +1,7 @@
-"""Weights of a few bits: the values that formats in use round the matrices of linear maps to.
+"""Low-bit formats: the values to which they round the weights of linear maps.
 
-A format has a grid of values for each group of weights, and takes the nearest. None is calibrated: a method such as
-GPTQ or AWQ, which corrects the error of one weight by others or rescales channels first, does better on the same grid.
+Each weight is rounded to the nearest value on the grid of its group. Nothing is calibrated: a method such as GPTQ or
+AWQ, which corrects the error of one weight with others or rescales channels first, does better on the same grid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from isoloss.errors import IsolossError
 Grid = Literal["symmetric", "asymmetric", "gptq", "nf4"]
 
 
-# what bitsandbytes has, as the float32 that they are
+# the float32 values of bitsandbytes
 _NF4: tuple[float, ...] = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635)
 _NF4 += (-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725)
 _NF4 += (0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
@@ -57,7 +57,7 @@ def _nf4(groups: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _positive(scales: torch.Tensor) -> torch.Tensor:
-    return scales.clamp(min=torch.finfo(scales.dtype).tiny)  # of zeros alone they are 0
+    return scales.clamp(min=torch.finfo(scales.dtype).tiny)  # the scale of zeros is 0
 
 
 _GRIDS: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
@@ -70,24 +70,25 @@ _GRIDS: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Matrices of linear maps rounded to the nearest values of a grid, without calibration.
+    """Weight matrices of linear maps, rounded to the nearest values of a grid, without calibration.
 
-    These are the weights of linear layers and all other parameters that a forward pass multiplies with activations as
-    matrices, such as experts in one tensor of three axes, or `x @ W`. The pass also shows which axes are a map's inputs
-    where a layer's class does not say; a matrix `weight` that it does not reach counts as (outputs, inputs).
+    These are the weights of linear layers and every other parameter that the forward pass multiplies with activations
+    as a matrix, such as experts in one tensor of three axes, or `x @ W`. If the class of a layer does not say which
+    axes are its inputs, the forward pass shows it; a matrix `weight` that the pass does not reach counts as (outputs,
+    inputs).
 
     Embeddings, norms, biases and positions stay as they are, and so do the routers of transformers' experts, the output
-    layer, and layers that share a weight with an embedding: the common low-bit formats leave them too. The output layer
-    is the one that `model.get_output_embeddings()` returns. A module without this method has its output layer rounded,
-    unless the layer shares its weight with an embedding.
+    layer, and layers that share a weight with an embedding: common low-bit formats leave them, too. The output layer is
+    the one that `model.get_output_embeddings()` returns. If a module lacks this method, its output layer is rounded,
+    unless it shares its weight with an embedding.
 
     With w the weights of a group, the values of a grid are:
 
     - `"symmetric"`: `s k` with `s = max |w| / (2^(bits - 1) - 1)` and k the integers from `-(2^(bits - 1) - 1)` to
-      `2^(bits - 1) - 1`, so that the largest weight is kept. In float32 at least.
-    - `"gptq"`: `s k` with `s = 2 max |w| / (2^bits - 1)` and k from `-2^(bits - 1)` to `2^(bits - 1) - 1`: one more
-      value, and a largest weight that moves by half a step. It is the grid of GPTQ's symmetric quantizer, and
-      torchao's `MappingType.SYMMETRIC`.
+      `2^(bits - 1) - 1`, so the largest weight is kept. Computed in float32 or wider.
+    - `"gptq"`: `s k` with `s = 2 max |w| / (2^bits - 1)` and k from `-2^(bits - 1)` to `2^(bits - 1) - 1`: one value
+      more, but the largest weight moves by half a step. It is the grid of GPTQ's symmetric quantizer, and torchao's
+      `MappingType.SYMMETRIC`.
     - `"asymmetric"`: `s (k - z)` with `s = (max(w, 0) - min(w, 0)) / (2^bits - 1)`, the zero point
       `z = -round(min(w, 0) / s)` and k from 0 to `2^bits - 1`, so that 0 is kept: torchao's
       `MappingType.ASYMMETRIC` and, in groups with weights of both signs, AWQ's grid.
@@ -101,7 +102,7 @@ class Rounding:
     Attributes:
         bits: Bits per weight, from 2 to 8; 4 for `"nf4"`.
         group_size: How many neighboring weights of an output share a scale; None: all weights of the output.
-        grid: Which values a group has.
+        grid: The values of a group, as above.
     """
 
     bits: int
@@ -109,11 +110,11 @@ class Rounding:
     grid: Grid = "symmetric"
 
     def __post_init__(self) -> None:
-        """Refuse what no weight can be rounded to."""
+        """Refuse values out of range."""
         if not 2 <= self.bits <= 8:
-            raise IsolossError(f"bits is {self.bits}; weights are rounded to between 2 and 8 bits")
+            raise IsolossError(f"bits is {self.bits}; it must be from 2 to 8")
         if self.group_size is not None and self.group_size < 1:
-            raise IsolossError(f"group_size is {self.group_size}; a group has at least one weight")
+            raise IsolossError(f"group_size is {self.group_size}; it must be at least 1")
         if self.grid not in _GRIDS:
             raise IsolossError(f"grid is {self.grid!r}; it is one of {', '.join(_GRIDS)}")
         if self.grid == "nf4" and self.bits != 4:
@@ -127,7 +128,7 @@ class Rounding:
     def round(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a matrix (outputs, inputs) rounded.
 
-        The last group of a row may be smaller. Halves go to the even k.
+        The last group of a row may be smaller. Ties go to the even k.
 
         Example:
             >>> import torch

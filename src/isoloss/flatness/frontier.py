@@ -1,4 +1,4 @@
-"""What a short fine-tuning on another text gains there, and what the model forgets of the text that it is measured on.
+"""Learning and forgetting: how a short fine-tuning on a new text changes the loss on the new text and on the old one.
 
 The example measures the model and the batches of the example of `isoloss.flatness.fisher_trace`.
 """
@@ -38,35 +38,36 @@ def forgetting_frontier(
     causal: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Estimate]:
-    """Fine-tune on a new text at several learning rates; measure the gain there and the rise of the loss on the old.
+    """Fine-tune on a new text at several learning rates; measure the gain on it and the forgetting on the old text.
 
-    The first half of the new batches is trained on, one batch a step, again from the first after the last. The gain is
-    the fall of the loss per predicted token on the rest of the new text, the forgetting is its rise on the old text.
-    Every learning rate starts at the given weights and sees the same batches in the same order. The rate is constant,
-    and nothing decays. Over the rates, gain and forgetting trace a frontier: a model that learns more for the same
-    forgetting has a lower one (Biderman et al. 2024, "LoRA learns less and forgets less", arXiv:2405.09673, figure 4).
+    Training takes the first half of the new batches in order, one batch per step, and starts over after the last. The
+    gain is the fall of the loss per predicted token on the rest of the new text; the forgetting is the rise of the loss
+    on the old text. Every learning rate starts at the given weights and sees the same batches in the same order. The
+    rate is constant, and there is no weight decay. Over the rates, gain and forgetting trace a frontier: a model that
+    learns more for the same forgetting has a lower one (Biderman et al. 2024, "LoRA learns less and forgets less",
+    arXiv:2405.09673, figure 4).
 
-    For models to be compared, `frontier` is the forgetting at one gain for all. From the smallest rate at which the
-    gain is reached and its smaller neighbor, or no training at all, two more rates close in on the gain, and between
-    the nearest two the frontier is a straight line. With f and b the points of that line (forgetting at the old text,
-    gain at the new) and s its slope, the error is that of f - s b: documents of both texts, before and after in pairs,
-    with the half that is trained on given. The last step of closing in counts as an error of the interpolation.
+    To compare models, `frontier` is the forgetting at one gain, the same for all. It lies between the smallest rate
+    that reaches the gain and the next smaller one (or no training). Two more rates close in on the gain, and the
+    frontier is interpolated linearly between the nearest two. With f the forgetting and b the gain at the interpolated
+    point, and s the slope of the line, the error is that of f - s b over documents of both texts, each paired before
+    and after, given the half that is trained on. The last change by closing in is the interpolation error.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are trained, and set back bit for bit.
         batches: As for `fisher_trace`, the old text; the labels' values count. All are kept in memory.
-        new: At least 2 batches of the new text. Of documents that begin in the first half, and of the first one that
-            begins after it, nothing counts for the gain: what is measured was not trained on.
-        gain: Of `frontier`, in nats per predicted token.
+        new: At least 2 batches of the new text. Documents that begin in the first half, and the first one that begins
+            after it, do not count for the gain, so the gain is measured only on text that was not trained on.
+        gain: The gain at which `frontier` is given, in nats per predicted token.
         learning_rates: In ascending order. A rate at which the training diverges is left out, with those above it.
         num_steps: Steps of training.
-        optimizer: AdamW (betas 0.9 and 0.999) or plain gradient descent, as torch has them, without weight decay.
+        optimizer: torch's AdamW (betas 0.9 and 0.999) or SGD, without weight decay.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
         progress: Called with the number of trainings done.
 
     Returns:
-        `frontier`, unless no rate reaches the gain, of which a warning tells, and for each rate, such as 0.0001,
-        `gain-0.0001` and `forgetting-0.0001`, in nats per predicted token.
+        `frontier` and, for each rate such as 0.0001, `gain-0.0001` and `forgetting-0.0001`, in nats per predicted
+        token. If no rate reaches the gain, there is a warning and no `frontier`.
 
     Raises:
         IsolossError: An argument is out of its range, a batch does not fit, fewer than 2 documents of a text are left
@@ -82,7 +83,7 @@ def forgetting_frontier(
     """
     rates = [*learning_rates]
     if not rates or rates != sorted(rates) or not 0 < rates[0] <= rates[-1] < float("inf"):
-        raise IsolossError(f"learning_rates is {tuple(rates)}; these are above 0, in ascending order, at least one")
+        raise IsolossError(f"learning_rates is {tuple(rates)}; name rates above 0, in ascending order")
     if not 0 < gain < float("inf"):
         raise IsolossError(f"gain is {gain}; it must be more than 0 and finite")
     if num_steps < 1:
@@ -108,19 +109,19 @@ def forgetting_frontier(
     gains = [training.estimates(point)[0].value for point in points[1:]]
     if (reached := next((number for number, value in enumerate(gains) if value >= gain), None)) is None:
         warn(
-            f"there is no forgetting at a gain of {gain:g}, as the largest is {max(gains):.3g}, at the learning rate "
-            f"{rates[gains.index(max(gains))]:g}: choose a smaller gain, more steps or other rates"
+            f"no learning rate reaches a gain of {gain:g}: the largest gain is {max(gains):.3g}, at the learning rate "
+            f"{rates[gains.index(max(gains))]:g}; choose a smaller gain, more steps or other rates"
         )
         return found
     return {"frontier": training.closing_in(points[reached], points[reached + 1], gain), **found}
 
 
 class _Point(NamedTuple):
-    """What a learning rate leads to, summed over the predicted positions of each cluster."""
+    """The effect of a learning rate, summed over the predicted positions of each cluster."""
 
     rate: float
     learned: torch.Tensor  # (M,) float64, by how much the loss on the new text fell
-    forgotten: torch.Tensor  # (N,) float64, by how much that on the old text rose
+    forgotten: torch.Tensor  # (N,) float64, by how much the loss on the old text rose
 
 
 class _Training:
@@ -137,7 +138,7 @@ class _Training:
         if not self._batches or len(kept) < 2:
             raise IsolossError(
                 f"the new text has {new.num_sequences} sequences of {int(new.clusters.max()) + 1} {new.clusters_name} "
-                f"in {len(new.batches)} batches; to train on a half takes 2 batches, and 2 documents besides it"
+                f"in {len(new.batches)} batches; it needs 2 batches, and 2 documents that are not trained on"
             )
         self._kept = kept
         self._old_positions, self._new_positions = old.positions(), new.positions()[kept]

@@ -35,17 +35,17 @@ def gradient_noise_scale(
     """Estimate `tr(S) / |g|^2`, the number of clusters at which a gradient is as much noise as signal.
 
     g is the gradient of the mean loss per predicted token, and S / n the covariance of its estimate from n clusters
-    (McCandlish et al. 2018, arXiv:1812.06162, "simple noise scale"). A cluster is a document, where batches have
-    `documents`, else a sequence: the unit is that of the error. Batches of far fewer clusters are mostly noise, and far
-    larger ones gain little.
+    (McCandlish et al. 2018, arXiv:1812.06162, "simple noise scale"). A cluster is a document if the batches have
+    `documents`, else a sequence, as for the error. The gradient of a much smaller batch is mostly noise, and a much
+    larger batch improves it little.
 
-    Both parts are without bias where all clusters have as many predicted tokens: `|g|^2` is the mean of <g_i, g_j> over
-    different clusters, and tr(S) the mean of `|g_i|^2` less that, which is the two-batch form of appendix A.1 with
-    batches of 1 and N. In general, with the m_i tokens and summed gradient G_i of cluster i and m their mean,
-    `tr(S) = E|G_i - m_i g|^2 / m^2`, each inner product again over different clusters.
+    Both parts are unbiased if all clusters have the same number of predicted tokens: `|g|^2` is the mean of <g_i, g_j>
+    over different clusters, and tr(S) the mean of `|g_i|^2` minus that, which is the two-batch form of appendix A.1
+    with batches of 1 and N. In general, with m_i the tokens of cluster i, G_i its summed gradient and m the mean of
+    m_i, `tr(S) = E|G_i - m_i g|^2 / m^2`, each inner product again over different clusters.
 
-    Each cluster has two forward and backward passes, and three vectors of the size of the model are in memory. The
-    error is the jackknife's over clusters.
+    Each cluster takes two forward and backward passes, and three vectors of the size of the model are in memory. The
+    error is a jackknife over clusters.
 
     Args:
         model: As for `fisher_trace`, with any attention.
@@ -53,7 +53,8 @@ def gradient_noise_scale(
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
 
     Returns:
-        The noise scale in clusters. The details have it in predicted `tokens`, and the unbiased `squared_norm` of g.
+        The noise scale in clusters. The details have the scale in predicted `tokens` and the unbiased `squared_norm`
+        of g.
 
     Raises:
         IsolossError: A batch does not fit, a gradient is not finite, or the clusters are too few to tell the norm of g
@@ -93,22 +94,22 @@ def gradient_agreement(
 ) -> Estimate:
     """Estimate the cosine of the angle between the gradients of two texts, without the bias of their noise.
 
-    With the gradients g_a and g_b of the mean losses per predicted token it is `<g_a, g_b> / (|g_a| |g_b|)`: 1 where a
-    small step for one text is as good for the other, below 0 where it makes the other worse. The cosine of two
-    estimated gradients is too small, as the noise of each adds to its norm and not to the inner product. So the squared
-    norms are means over pairs of different clusters, as in `gradient_noise_scale`; the result may be above 1 by chance.
-    Chen et al. (2026, arXiv:2604.09258) train for a high agreement of data sources.
+    The agreement is `<g_a, g_b> / (|g_a| |g_b|)`, with g_a and g_b the gradients of the mean losses per predicted
+    token: 1 if a small step for one text is as good for the other, below 0 if it makes the other worse. The cosine of
+    two estimated gradients is too small, because the noise of each adds to its norm but not to the inner product. The
+    squared norms are therefore means over pairs of different clusters, as in `gradient_noise_scale`; the result may be
+    above 1 by chance. Chen et al. (2026, arXiv:2604.09258) train for a high agreement of data sources.
 
-    Costs and clusters are as for `gradient_noise_scale`. The error is the jackknife's over the clusters of both texts,
-    which must have none in common, and the jackknife's bias is taken off: noise along the gradient itself makes the
-    norms too small for the inner product. Near 1, the cosine's maximum, what counts is quadratic in the noise. The
-    variance of that part is taken from the inner products of all pairs of clusters: once, and not twice as the
-    jackknife does. It is the least that the squared error may be.
+    Costs and clusters are as for `gradient_noise_scale`. The error is a jackknife over the clusters of both texts,
+    which must have none in common. The jackknife's estimate of the bias is subtracted: noise along the gradient itself
+    makes the norms too small for the inner product. Near 1, the maximum of the cosine, the leading term of the error is
+    quadratic in the noise. The variance of this term comes from the inner products of all pairs of clusters and counts
+    once; the jackknife alone would count it twice. The squared error is at least this variance.
 
     Args:
         model: As for `fisher_trace`, with any attention.
         batches: Of one text, as for `fisher_trace`, but the labels' values count. All are kept in memory.
-        others: Of the other text.
+        others: The batches of the other text.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
 
     Returns:

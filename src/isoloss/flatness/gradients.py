@@ -1,4 +1,4 @@
-"""Gradients themselves: their norm for each sequence, and their mean square for each weight.
+"""The norm of the gradient of each sequence, and the mean squared gradient of each weight.
 
 The examples measure the model and the batches of the example of `isoloss.flatness.fisher_trace`.
 """
@@ -31,10 +31,10 @@ def per_sequence_grad_norms(
     causal: bool | None = None,
     parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> torch.Tensor:
-    """Return the norm of the gradient of each sequence's loss, by one backward pass a batch.
+    """Return the norm of the gradient of each sequence's loss, with one backward pass per batch.
 
-    The loss of a sequence is the mean cross-entropy over its predicted tokens at the given labels, which is what a
-    model of transformers returns for this sequence alone. No gradient is formed, as for `fisher_trace`.
+    The loss of a sequence is the mean cross-entropy over its predicted tokens at the given labels, as a model of
+    transformers returns it for this sequence alone. No gradient is formed, as for `fisher_trace`.
 
     Args:
         model: As for `fisher_trace`.
@@ -47,7 +47,7 @@ def per_sequence_grad_norms(
         sequences; NaN where a sequence predicts nothing.
 
     Raises:
-        IsolossError: As for `fisher_trace`, but for a single sequence.
+        IsolossError: As for `fisher_trace`, except that a single sequence is enough.
 
     Example:
         >>> from isoloss.examples import tiny_bert
@@ -88,9 +88,9 @@ def diagonal_fisher(
     (Kirkpatrick et al. 2017, arXiv:1612.00796, section 2.1) and in Fisher merging (Matena and Raffel 2022,
     arXiv:2111.09832, section 3). The sum is the trace of `fisher_trace`.
 
-    Labels are integrated out as there, by random signs: the gradient of `sum_r <u_r, logits_r>` over the positions r of
-    a sequence has squares whose mean is the sum over these positions. Each sequence has a backward pass of its own for
-    each probe. Over n sequences, the signs give an entry a noise of about `sqrt(2 / (n num_probes))` of its value.
+    As in `fisher_trace`, random signs take the expectation over labels: the squared gradient of `sum_r <u_r, logits_r>`
+    over the positions r of a sequence has the sum over these positions as its mean. Each sequence takes one backward
+    pass for each probe. With n sequences, the signs give an entry a relative error of about `sqrt(2 / (n num_probes))`.
 
     Args:
         model: As for `fisher_trace`.
@@ -100,9 +100,9 @@ def diagonal_fisher(
         options: See `MeasureOptions`.
 
     Returns:
-        The entries by the name of the parameter, in its shape, in nats per predicted token, float32 at least, tied
-        parameters once; memory is taken for them and one gradient more. And the estimate of their sum, with the error
-        over clusters as for `fisher_trace`; its `by_parameter` has the sums over each tensor.
+        The entries by parameter name, each tensor in the shape of its parameter, in nats per predicted token and
+        float32 or wider; tied parameters are there once. They and one gradient must fit in memory. And the estimate of
+        their sum, with the error over clusters as for `fisher_trace`; its `by_parameter` has the sum over each tensor.
 
     Raises:
         IsolossError: As for `fisher_trace`.

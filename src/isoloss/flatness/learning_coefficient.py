@@ -1,4 +1,4 @@
-"""The local learning coefficient: how large the volume of weights around the model is whose loss is nearly the same.
+"""The local learning coefficient, a measure of the volume of weights around the model with nearly the same loss.
 
 Shapes: C chains of D draws. The example measures the model and the batches of the example of
 `isoloss.flatness.fisher_trace`.
@@ -23,7 +23,7 @@ from isoloss.statistics.estimate import Estimate
 _LARGEST_R_HAT = 1.05
 _FEWEST_DRAWS = 100  # effective ones
 _SAME = 0.05  # of the value: a smaller difference of the two step sizes does not matter
-_ERRORS = 3.0  # of the difference of the two, beyond which it is no chance
+_ERRORS = 3.0  # standard errors: a larger difference is not chance
 
 
 def local_learning_coefficient(
@@ -41,45 +41,44 @@ def local_learning_coefficient(
 ) -> Estimate:
     """Estimate the local learning coefficient by stochastic gradient Langevin dynamics (Lau et al. 2023).
 
-    With L the mean loss per predicted token over n sequences and w* the given weights, it is
-    `n beta (E[L(w)] - L(w*))` at the inverse temperature `beta = 1 / log n`, the mean over weights with a density
-    proportional to `exp(-n beta L(w) - gamma / 2 |w - w*|^2)` (arXiv:2308.12108, section 4). Where the loss is
-    quadratic with the Hessian's eigenvalues h and the weights are a minimum, it is
-    `sum_i n beta h_i / (n beta h_i + gamma) / 2`: half the number of parameters that the localization gamma leaves
-    free. Where the loss is flatter than quadratic, it is smaller.
+    With L the mean loss per predicted token over n sequences and w* the given weights, the coefficient is `n beta
+    (E[L(w)] - L(w*))`. The inverse temperature is `beta = 1 / log n`, and the mean is over weights with a density
+    proportional to `exp(-n beta L(w) - gamma / 2 |w - w*|^2)` (arXiv:2308.12108, section 4). At a minimum of a
+    quadratic loss with Hessian eigenvalues h_i, it is `sum_i n beta h_i / (n beta h_i + gamma) / 2`: half the number of
+    parameters that the localization gamma leaves free. Where the loss is flatter than quadratic, it is smaller.
 
-    A step of length epsilon is `-epsilon / 2 (n beta grad L_b(w) + gamma (w - w*)) + sqrt(epsilon) noise`, with L_b the
-    mean loss of one of the batches, drawn at random. A draw is `L_b(w) - L_b(w*)`, so that the batch's own level
+    A step of size epsilon is `-epsilon / 2 (n beta grad L_b(w) + gamma (w - w*)) + sqrt(epsilon) noise`, with L_b the
+    mean loss of one of the batches, drawn at random. A draw is `L_b(w) - L_b(w*)`, so the level of the batch's own loss
     cancels.
 
-    Chains that have not converged give numbers that follow the settings. So there is no estimate unless split R-hat
-    over chains is at most 1.05 and there are at least 100 effective draws (Gelman et al. 2013, Bayesian Data Analysis,
-    sections 11.4 and 11.5), at this step and at half of it with twice as many draws, and both steps give values that
-    are within 5 %, or 3 errors, of each other. The value is that of half the step. The defaults are for small models at
-    512 sequences: a step mixes in about `2 / (step_size gamma)` steps where the loss is flat, and its error grows with
-    `step_size (gamma + n beta h)` for the largest eigenvalue h, about 0.3 there. A sharper model or more sequences need
-    a smaller step, and as many more draws.
+    Chains that have not converged give values that depend on the settings. There is therefore no estimate unless split
+    R-hat over chains is at most 1.05 and there are at least 100 effective draws (Gelman et al. 2013, Bayesian Data
+    Analysis, sections 11.4 and 11.5), at this step size and at half of it with twice as many draws, and the two values
+    are within 5 %, or 3 errors, of each other. The value returned is the one at half the step size. The defaults are
+    for small models on 512 sequences: chains mix in about `2 / (step_size gamma)` steps where the loss is flat, and the
+    error of a step grows with `step_size (gamma + n beta h)` for the largest eigenvalue h, about 0.3 there. A sharper
+    model or more sequences need a smaller step and as many times more draws.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are moved, and set back bit for bit.
-        batches: As for `fisher_trace`; the labels' values count. The value depends on how many sequences there are in
-            all, through beta, and hardly on the size of batches. All are kept in memory.
+        batches: As for `fisher_trace`; the labels' values count. The value depends on the total number of sequences,
+            through beta, and hardly on the batch size. All are kept in memory.
         localization: gamma, which keeps the chains near the weights.
         step_size: epsilon.
         num_chains: C, at least 2. All begin at the given weights.
-        num_draws: D, steps of a chain that count, at least 4.
-        burn_in: Steps of a chain before these.
-        seed: Decides batches and noise. Another device has other noise.
+        num_draws: D, the steps of a chain that count; at least 4.
+        burn_in: Steps of a chain before its draws.
+        seed: Decides batches and noise. The noise differs between devices.
         causal: Whether position t predicts token t + 1; None: by the model's class, then its config.
         progress: Called with the number of chains done, of `2 num_chains`.
 
     Returns:
-        The coefficient, which has no unit. The error covers the draws, by the variance over chains and draws over the
-        effective draws, and the length of the step, by the difference of both values; the inputs are given. Its details
-        have `r_hat`, `effective_draws` and, of the whole step, value and error `at_step`.
+        The coefficient, which has no unit. Its error covers the draws (their variance over the number of effective
+        draws) and the step size (the difference of the two values), but not the choice of inputs. The details have
+        `r_hat`, `effective_draws` and `at_step`, the value and error at the full step size.
 
     Raises:
-        IsolossError: The chains have not converged, or left all finite losses; an argument is out of its range, a batch
+        IsolossError: The chains have not converged, or a loss is not finite; an argument is out of its range, a batch
             does not fit, there are fewer than 2 sequences, or the weights are in half precision.
 
     Example:
@@ -121,7 +120,7 @@ def local_learning_coefficient(
             for number in order:
                 value, gradients = of_batch(parts[number])
                 if not math.isfinite(value):
-                    raise IsolossError(f"a chain left all finite losses at the step {size:g}: take a smaller one")
+                    raise IsolossError(f"a chain's loss is not finite at the step size {size:g}: take a smaller one")
                 rises.append(value - before[number])
                 drawn = torch.randn(loss.num_parameters, generator=noise, device=noise.device)
                 with torch.no_grad():
@@ -150,7 +149,7 @@ def local_learning_coefficient(
             for name, form in (("value", ".4g"), ("r_hat", ".3f"), ("effective_draws", ".0f"))
         )
         raise IsolossError(
-            f"the chains have not converged: at the step {step_size:g} and at half of it the values are {values}, "
+            f"the chains have not converged: at the step size {step_size:g} and half of it, the values are {values}, "
             f"R-hat {hats} (at most {_LARGEST_R_HAT}), and the effective draws {draws} (at least {_FEWEST_DRAWS}): "
             f"take {'more draws and a longer burn-in, or a stronger localization' if alike else 'a smaller step'}"
         )
@@ -181,14 +180,14 @@ class ChainMean(NamedTuple):
 
     value: float
     stderr: float
-    r_hat: float  # the deviation over all draws over that within halves of chains; near 1 where all tell the same
-    effective_draws: float  # how many independent draws tell as much
+    r_hat: float  # standard deviation of all draws over that within halves of chains; near 1 if chains agree
+    effective_draws: float  # as many independent draws have the same error
 
 
 def chain_mean(draws: torch.Tensor) -> ChainMean:
-    """Return the mean of draws (C, D) of a stationary process, by the halves of the chains.
+    """Return the mean of draws (C, D) of a stationary process, from the halves of the chains.
 
-    With W the variance within halves and B that of their means, the variance of a draw is
+    With W the variance within halves and B the variance of their means, the variance of a draw is
     `V = (1 - 1 / n) W + B` for halves of n draws, R-hat is `sqrt(V / W)`, and the effective draws are C D over the
     autocorrelation time, summed while sums of neighboring autocorrelations are above 0 and fall (Geyer 1992, section
     3.3; the combination over chains is that of Bayesian Data Analysis, section 11.5).

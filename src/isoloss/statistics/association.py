@@ -27,7 +27,7 @@ Integers = NDArray[np.intp]
 # words in the names of measures that are above 0 and differ between models by factors
 SCALES = {"trace", "fisher", "eigenvalue", "eigenvalues", "sharpness", "flatness", "norm"}
 _LEVEL = 0.05
-_ALL = 7  # up to so many clusters, all permutations are taken, at most 5,040
+_ALL = 7  # up to this many clusters, all permutations are taken, at most 5,040
 _DRAWN = 9_999  # permutations of more clusters
 _POWER = 0.85  # of a t test with the true error; with a suite's own estimate of it, 80 % of simulated suites find it
 _NONE_LEFT = 1e-9  # residuals below this fraction of a variable's range are rounding
@@ -51,7 +51,7 @@ class Association:
         within_band: Pearson's correlation among checkpoints at one loss, without a covariate.
         band: These checkpoints, in words.
         over_levels: `pearson` with its error over levels, such as recipes; None without levels.
-        p_permutation: The p-value of no correlation given the loss, by permutations of whole clusters.
+        p_permutation: The p-value for no correlation given the loss, by permutations of whole clusters.
         p_adjusted: The same after Holm's correction for all pairs.
         pairs: The number of these pairs.
         detectable: The smallest true correlation that is found with 80 % power after the correction; 1 if none is.
@@ -118,10 +118,10 @@ class Association:
         """Return the advice for a suite with too few clusters for its pairs."""
         unit = _plural(self.over[0])
         enough = next((number for number in range(3, _ALL + 2) if _can_show(self.pairs, number)), None)
-        advice = "name fewer pairs" if self.pairs > 1 else "", f"take {enough} {unit} or more" if enough else ""
+        advice = "test fewer pairs" if self.pairs > 1 else "", f"take at least {enough} {unit}" if enough else ""
         pairs = "1 pair" if self.pairs == 1 else f"{self.pairs:,} pairs"
         return (
-            f"with {pairs} of measures and outcomes, {self.clusters} {unit} can show none: "
+            f"with {pairs} of measures and outcomes, {self.clusters} {unit} cannot show any: "
             f"{', or '.join(filter(None, advice))}"
         )
 
@@ -146,21 +146,22 @@ def associate(
 
     A variable with one of the words `trace`, `fisher`, `eigenvalue`, `sharpness`, `flatness` or `norm` in its name
     enters as a logarithm if all its values are above 0: such measures differ between models by factors. Pearson's and
-    Spearman's correlations are partial ones with the interval of `isoloss.statistics.correlation.correlation`. The
-    granulated Kendall coefficient is that of the residuals after least squares on the loss, as Kendall's partial tau is
-    not 0 for variables that are independent given the loss. Its error does not include that of the least squares.
+    Spearman's correlations are partial correlations with the interval of `isoloss.statistics.correlation.correlation`.
+    The granulated Kendall coefficient uses the residuals of least squares on the loss, because Kendall's partial tau is
+    not 0 for variables that are independent given the loss. Its error does not include the error of the fit.
 
     `within_band` takes the checkpoints in the window of losses, `loss_margin` wide, that has the most clusters. With
-    `along`, it takes instead one point of each training run, at the lowest loss that the most clusters pass, if these
-    are more: the first point there on the line between two neighboring steps. Nothing is extrapolated.
+    `along`, it instead takes one point of each training run at the lowest of the losses that the most clusters pass, if
+    that gives more clusters: the first such point on the lines between neighboring steps. Nothing is extrapolated.
 
     The p-value permutes the residuals of the outcome given the loss (Freedman and Lane, 1983) by whole clusters. The
-    k-th checkpoint along the steps takes the place of a k-th one; a cluster without a k-th one gives a residual of 0.
-    The statistic is the absolute partial correlation. A trend that all clusters share along the steps is in every
-    permutation, so a correlation due to it has a large p.
+    k-th checkpoint of a cluster, along the steps, takes the place of another cluster's k-th; if there is no k-th one,
+    the residual is 0. The statistic is the absolute partial correlation. A trend that all clusters share along the
+    steps is in every permutation, so a correlation due to it has a large p.
 
-    `detectable` is for a t test of artanh r with G - 2 degrees of freedom, one less for the loss, at the level 0.05
-    divided by the number of pairs. Its error is the root mean square of artanh r over the permutations.
+    `detectable` is for a t test of artanh r at the level 0.05 divided by the number of pairs, with G - 2 degrees of
+    freedom: the loss takes one. Its error is the larger of two: the root mean square of artanh r over the permutations,
+    and the error of artanh r over clusters.
 
     Args:
         columns: N values or labels, one for each checkpoint, by name. A checkpoint with None or NaN is left out of the
@@ -169,11 +170,11 @@ def associate(
         outcomes: Names of columns.
         loss: The column of the loss.
         clusters: The column of the independent units, such as the seed; at least 3 different values.
-        levels: A column over which the answers must also hold, such as the recipe.
+        levels: A column across which the answers must also hold, such as the recipe.
         along: The column of the steps.
         hyperparameters: Columns, as for `isoloss.statistics.correlation.granulated_kendall`.
         loss_margin: Two losses count as the same within this margin, in nats per predicted token.
-        seed: Of the permutations; the stream is `"association"`.
+        seed: Decides the permutations; the stream is `"association"`.
 
     Raises:
         IsolossError: The margin is not above 0. A mistake in a column is the `problem` of its pairs.
@@ -234,14 +235,16 @@ def associate(
         pairs = each.clusters - 1  # of a paired t test: the loss takes a degree of freedom
         detectable = 1.0
         if _can_show(len(tests), each.clusters):
-            sd, alpha = spread * math.sqrt(pairs), _LEVEL / len(tests)
+            # the interval must exclude 0, too
+            error = max(spread, each.pearson.z_stderr) if each.pearson else spread
+            sd, alpha = error * math.sqrt(pairs), _LEVEL / len(tests)
             detectable = math.tanh(minimal_detectable_effect(sd, pairs, power=_POWER, alpha=alpha))
         results[int(i)] = dataclasses.replace(each, p_adjusted=p, pairs=len(tests), detectable=detectable), spread
     return tuple(each for each, _ in results)
 
 
 def strongest_first(associations: Iterable[Association]) -> list[Association]:
-    """Return those that are shown, then the others, each by the size of r; those without r come last."""
+    """Return the associations that are shown, then the others, each by the size of r; those without r come last."""
     return sorted(associations, key=lambda each: (not each.shown, -abs(each.pearson.value) if each.pearson else 1))
 
 
@@ -274,8 +277,9 @@ def _values(
     rows = np.flatnonzero(np.all(there, axis=0)).tolist()
     if not rows:
         empty = next((name for name, some in zip(names, there, strict=True) if not any(some)), " and ".join(names))
-        raise IsolossError(f"no checkpoint has a value of {empty}")
+        raise IsolossError(f"no checkpoint has a value for {empty}")
     kept: dict[str, Any] = {name: [columns[name][i] for i in rows] for name in names}
+    labels(kept[labeled[0]], len(rows), least=3)  # refuses too few clusters, of which the checks below are a result
     kept |= {name: column(name, kept[name]) for name in (*pair, loss)}
     # without the name of a text, "trace (docs)"
     scales = [name for name in pair if SCALES.intersection(re.split("[^a-z]+", name.partition(" (")[0].lower()))]
@@ -325,7 +329,7 @@ def _at_one_loss(
                 part = off[i] / ((off[i] - off[i + 1]) or 1.0)
                 points.append(path[:, i] + part * (path[:, i + 1] - path[:, i]))
                 between += 0 < part < 1
-            about = f"{len(points)} checkpoints at a loss of {level:.4g}, of which {between} are interpolated"
+            about = f"{len(points)} checkpoints at a loss of {level:.4g}, {between} of them interpolated"
             return np.array(points).T, first[most], about
     low, high = values[2, band].min(), values[2, band].max()
     return values[:, band], band, f"{len(band)} checkpoints with losses from {low:.4g} to {high:.4g}"

@@ -6,16 +6,16 @@ import statistics
 from collections.abc import Sequence
 
 JUMP = 5.0  # a jump moves this many times as far as its neighbors
-_FEWEST = 4  # moves, below which a jump cannot be told from a trend
+_FEWEST = 4  # with fewer moves, a jump cannot be told from a trend
 
 
 def find_jumps(moves: Sequence[tuple[float, float]], lengths: Sequence[float]) -> list[int]:
     """Return the indices of the jumps among moves from one checkpoint to the next.
 
     A jump moves more than `JUMP` times as far as the median of the four moves beside it, two before and two after, by
-    the nearer end of its 95 % interval and the farther ends of theirs. A move over more steps than one beside it may go
-    as many times as far, so that a missing checkpoint makes no jump. The first move is never a jump, as training begins
-    with a fall, and fewer than four moves have none.
+    the nearer end of its 95 % interval and the farther ends of the others. A move over more steps than a neighbor may
+    go as many times as far, so a missing checkpoint makes no jump. The first move is never a jump, because training
+    begins with a fall, and fewer than four moves have none.
 
     Args:
         moves: The 95 % interval of each move.

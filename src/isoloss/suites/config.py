@@ -25,7 +25,6 @@ from isoloss.statistics.significance import LOSS_MARGIN
 from isoloss.text import hub_datasets
 
 MEASURED = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise", "features")
-RISES = ("int4-rise", "noise-rise")  # the outcomes of a suite that names none
 # fmt: off
 COLUMNS = (
     "checkpoint", "text", "measure", "value", "stderr", "low", "high", "unit", "samples", "problem", "sha256",
@@ -43,12 +42,12 @@ class SuiteConfig:
         checkpoints: Folders, names on the Hugging Face hub (`NAME@REVISION`), or patterns of either. In a pattern,
             `{seed}` matches any text, which becomes the label `seed` of the checkpoint; digits become an integer. `*`
             matches any text without a label. The folder of a run is its last checkpoint.
-        labels: The values to keep of a label, such as `{step = [0, 512, 143_000]}`. If a pattern's labels all have
+        labels: The values of a label to keep, such as `{step = [0, 512, 143_000]}`. If a pattern's labels all have
             values here, it stands for every combination, and neither folders nor the hub are searched.
         cluster: The label of the independent units, such as `seed`. Empty: each training run is one, that is, each
             combination of all labels except `along`.
         along: The label of the position in a training run. Empty: `step`, if there is such a label.
-        levels: A label over which the answers must also hold, such as the optimizer or the recipe. Empty: none.
+        levels: A label across which the answers must also hold, such as the optimizer or the recipe. Empty: none.
         texts: The texts to measure on, by name: text, a dataset or token ids, as for `isoloss measure`. Empty: the
             language of the checkpoints' runs, or else `python:docs`.
         measures: Names of measures (`isoloss ls measures`). The loss is always measured.
@@ -119,7 +118,7 @@ class SuiteConfig:
 
 
 def is_measure(name: str) -> bool:
-    """Whether the name of an outcome is that of a measure; otherwise it is imported."""
+    """Whether an outcome is a measure; otherwise it is imported."""
     try:
         MEASURES.match(name)
     except IsolossError:
@@ -128,7 +127,7 @@ def is_measure(name: str) -> bool:
 
 
 def file_name(name: str) -> str:
-    """Return a safe file name without an ending, different for every name, which may hold any character."""
+    """Return a safe file name without an ending, unique for every name; names may have any characters."""
     plain = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)[-80:].strip("-.")
     return f"{plain}-{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
@@ -152,8 +151,8 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
     A pattern without a match is left out with a warning, as is a value in `labels` that no checkpoint has.
 
     Raises:
-        IsolossError: No pattern has a match, braces hold a name that no column can have, a checkpoint's name can be
-            read in several ways, or `cluster`, `along`, `levels` or a name in `labels` is no label.
+        IsolossError: No pattern has a match, braces hold a name that no column can have, the name of a checkpoint can
+            be read in several ways, or `cluster`, `along`, `levels` or a name in `labels` is not a label.
     """
     found: dict[str, Mapping[str, int | str]] = {}
     places: dict[str, str] = {}  # one folder may be named in several ways, and is one checkpoint
@@ -188,12 +187,12 @@ def members(config: SuiteConfig, say: Callable[[str], None] = lambda text: None)
         warn(f"left out: {problem}")
     labels = label_names(found.values())
     if clash := next((name for name in labels if name in config.measured), None):
-        raise IsolossError(f"braces hold {{{clash}}}, which is what the suite measures: give the label another name")
+        raise IsolossError(f"the label {{{clash}}} has the name of a measure of the suite: give it another name")
     named = [(role, getattr(config, role)) for role in ("cluster", "along", "levels")]
     for role, name in (*named, *(("a name in the table labels", name) for name in config.labels)):
         if name and name not in labels:
             known = did_you_mean(name, labels) or f"; the labels are {', '.join(labels) or 'none: there are no braces'}"
-            raise IsolossError(f"{role} is {name!r}, which is no label of the checkpoints{known}")
+            raise IsolossError(f"{role} is {name!r}, which is not a label of the checkpoints{known}")
     _warn_of_values(config, found)
     # a run stands for its last checkpoint, as in a comparison
     return [Member(last_checkpoint(name), of_it) for name, of_it in found.items()]
@@ -205,7 +204,7 @@ def _warn_of_values(config: SuiteConfig, found: Mapping[str, Mapping[str, int | 
         values = {of_it[name]: checkpoint for checkpoint, of_it in found.items() if name in of_it}
         known = {str(value) for value in values}
         if unused := [each for each in map(str, config.labels.get(name, ())) if str(_value(each)) not in known]:
-            warn(f"no checkpoint has the {name} {' or '.join(unused)}, which the table labels lists")
+            warn(f"no checkpoint has the {name} {' or '.join(unused)} that the table labels lists")
         words = [value for value in values if isinstance(value, str)]
         if name not in config.labels and 0 < len(words) < len(values):
             warn(
@@ -224,7 +223,7 @@ def _label_names(pattern: str) -> list[str]:
     for name in names:
         if not name.isidentifier() or name in COLUMNS:
             raise IsolossError(
-                f"{pattern!r} has {{{name}}}: braces hold the name of a new column, such as seed, but none of "
+                f"{pattern!r} has {{{name}}}: braces hold the name of a new column, such as seed, and not one of "
                 f"{', '.join(COLUMNS)}"
             )
     return names

@@ -31,7 +31,7 @@ _FILE = re.compile(r"(?:samples_(?P<task>.+)|.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.-]
 _WEIGHTED = ("word_perplexity", "byte_perplexity", "bits_per_byte")  # by the words or bytes of each document
 _ROUNDING = 1e-6  # of a value: the probabilities in a Brier score have 8 digits
 _LARGEST = 300.0  # logarithm of a perplexity: its error is finite then
-UNKNOWN = 1_000_000  # samples of an error from a file that does not say how many: the interval is a normal one
+UNKNOWN = 1_000_000  # samples, if a file gives an error without their number: the interval is normal
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,17 @@ def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | P
 
     A metric is a mean over documents, or a ratio or perplexity weighted by words or bytes. Its error is over documents
     (`isoloss.statistics.ratio`), even where lm-evaluation-harness prints N/A: bits per byte, perplexities of texts, the
-    Brier score. Differences are paired by `doc_hash`. A repeated document counts as often in the value, and once in the
-    error.
+    Brier score. Differences are paired by `doc_hash`. A repeated document counts every time in the value, but once in
+    the error.
 
     Args:
         paths: The output of `lm_eval --output_path FOLDER --log_samples`: folders, searched at any depth, and files,
-            `samples_TASK_DATE.jsonl` and `results_DATE.json`. A model is called as its `pretrained`, `NAME` or
-            `NAME@REVISION`. In a mapping from names to paths, each path is of one model with that name.
+            `samples_TASK_DATE.jsonl` and `results_DATE.json`. A model's name is its `pretrained`, as `NAME` or
+            `NAME@REVISION`. In a mapping from names to paths, each path has the results of one model.
 
     Returns:
-        Estimates from samples. A metric that is no such mean, such as F1, or that has no samples, has the value and
-        error of `results_DATE.json`. If a task has several results, the latest counts.
+        Estimates from samples. A metric that is not such a mean, such as F1, or that has no samples, has the value and
+        error in `results_DATE.json`. If a task has several results, the latest counts.
 
     Raises:
         IsolossError: A path holds no results, or a file is damaged.
@@ -158,7 +158,7 @@ def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | P
     for task, of_models in shots.items():
         if len({*of_models.values()}) > 1:
             told = ", ".join(f"{examples} for {model}" for model, examples in of_models.items())
-            warn(f"the prompts of {task} have different numbers of examples, which is another task: {told}")
+            warn(f"the prompts of {task} have different numbers of examples, which makes them different tasks: {told}")
     return TaskResults(models=models, items=items)
 
 
@@ -196,7 +196,7 @@ def estimates_of(
 
 
 def _by_document(samples: Iterable[Mapping[str, Any]]) -> dict[str, Items]:
-    """Return the contributions of documents by metric and filter; none to a metric that is no mean over documents."""
+    """Return the contributions of documents by metric and filter; none for metrics that are not such means."""
     found: dict[str, Items] = {}
     others = {}
     for sample in samples:
@@ -212,7 +212,7 @@ def _by_document(samples: Iterable[Mapping[str, Any]]) -> dict[str, Items]:
 
 
 def _part(metric: str, value: Any) -> tuple[float, float] | None:
-    """Return the sum and the weight of a document in a metric; None: the metric is no mean over documents."""
+    """Return the sum and the weight of a document in a metric; None: the metric is not a mean over documents."""
     if isinstance(value, int | float):
         return float(value), 1.0
     try:
@@ -248,7 +248,7 @@ def _runs(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], dict[str, 
         about = own or next(folder.glob(f"*_{date}.json"), None)
         results = {} if about is None else files.read_json(about)
         if not isinstance(results, dict) or (about and not isinstance(results.get("results"), dict)):
-            raise IsolossError(f"{about} is no results_DATE.json of lm-evaluation-harness: it has no table 'results'")
+            raise IsolossError(f"{about} is not a results file of lm-evaluation-harness: it has no table 'results'")
         told = results.get("results", {})
         # if only samples are named, their tasks alone count
         told = told if own else {task: told[task] for task in of_run if task in told}
@@ -262,7 +262,7 @@ def _samples(file: Path) -> Iterator[Mapping[str, Any]]:
             names = {"doc_hash", "filter", "metrics"}
             if lacking := names - sample.keys() if isinstance(sample, dict) else names:
                 place = f"{file}, line {line}"
-                raise IsolossError(f"{place} is no sample of lm-evaluation-harness: it has no {min(lacking)!r}")
+                raise IsolossError(f"{place} is not a sample of lm-evaluation-harness: it has no {min(lacking)!r}")
             yield sample
 
 
@@ -285,7 +285,7 @@ _BATCH = 16  # documents at a time
 
 def _why_not(measure: FunctionMeasure, context: MeasureContext) -> str | None:
     require_package("lm_eval")
-    return None if context.is_causal else "lm-evaluation-harness takes causal models"
+    return None if context.is_causal else "lm-evaluation-harness takes only causal models"
 
 
 @requires(_why_not)
@@ -298,7 +298,7 @@ def lm_eval_task(
     lm_eval_limit: Limit = None,
     lm_eval_num_fewshot: NumFewshot = None,
 ) -> MeasureResult:
-    """Metrics of a task, or of a group of tasks, of lm-evaluation-harness, run on the model as it is loaded."""
+    """Metrics of a task, or of a group of tasks, of lm-evaluation-harness, run on the loaded model."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -20,7 +20,7 @@ _STDERR = "_stderr"
 
 
 class Outcome(NamedTuple):
-    """An imported number of a checkpoint; an estimate with one sample is a number without an error."""
+    """An imported number of a checkpoint; an estimate with one sample has no error."""
 
     checkpoint: str
     name: str
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 def read_outcomes(paths: Sequence[str | Path], members: Sequence[Member]) -> list[Outcome]:
-    r"""Return the outcomes of checkpoints from files; those of other checkpoints are left out with a warning.
+    r"""Return the outcomes in files; outcomes of checkpoints outside the suite are left out with a warning.
 
     Args:
         paths: Results of lm-evaluation-harness, as for `isoloss.read_lm_eval`; tables, `.csv` or `.tsv`; patterns of
@@ -60,7 +60,7 @@ def read_outcomes(paths: Sequence[str | Path], members: Sequence[Member]) -> lis
         if len(fitting) == 1:
             found += [Outcome(fitting[0].name, name, estimate) for name, estimate in estimates.items()]
             continue
-        why = f"is no checkpoint of the suite{did_you_mean(model, [member.name for member in members])}"
+        why = f"is not a checkpoint of the suite{did_you_mean(model, [member.name for member in members])}"
         if fitting:
             why = f"may belong to {fitting[0].name} or {fitting[1].name}: put results_DATE.json beside the samples"
         warn(f"left out: the results of {model}, which {why}")
@@ -87,13 +87,13 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
     labels = label_names(member.labels for member in members)
     keys = ["checkpoint"] if "checkpoint" in frame.columns else [name for name in labels if name in frame.columns]
     if not keys:
-        known = f" and none of a label ({', '.join(labels)})" if labels else ""
+        known = f" and no column of a label ({', '.join(labels)})" if labels else ""
         raise IsolossError(f"{path} has no column checkpoint{known}; it has {', '.join(frame.columns)}")
     numbers = {name: _numbers(path, frame[name]) for name in frame.columns if name not in ("checkpoint", *labels)}
     names = [name for name in numbers if numbers[name] and name.removesuffix(_STDERR) not in numbers.keys() - {name}]
     if not names:
         has = ", ".join(frame.columns)
-        raise IsolossError(f"{path} has no numeric column beside {', '.join(keys)}; it has {has}")
+        raise IsolossError(f"{path} has no numeric column besides {', '.join(keys)}; it has {has}")
     found: list[Outcome] = []
     lines: dict[str, int] = {}
     others = []
@@ -109,7 +109,7 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
             continue
         name = fitting[0].name
         if len(fitting) > 1:
-            raise IsolossError(f"{path}, line {line}: {told} is {name} or {fitting[1].name}; add a column that tells")
+            raise IsolossError(f"{path}, line {line}: {told} is {name} or {fitting[1].name}; add a label column")
         if (first := lines.setdefault(name, line)) != line:
             raise IsolossError(f"{path}, lines {first} and {line} are both for {name}: leave out one of them")
         for outcome in (outcome for outcome in names if index in numbers[outcome]):
@@ -152,5 +152,5 @@ def _numbers(path: Path, column: Any) -> dict[int, float]:
     # a column of 0,5 or 61% is no text
     if wrong and (numbers or re.fullmatch(r"[-+]?\d*([.,]\d+)?\s*%?", column[wrong[0]])):
         place = f"{path}, line {wrong[0] + 2}"
-        raise IsolossError(f"{place}: the column {column.name} should hold numbers and has {column[wrong[0]]!r}")
+        raise IsolossError(f"{place}: the column {column.name} should hold numbers, but has {column[wrong[0]]!r}")
     return numbers

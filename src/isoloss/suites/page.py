@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,16 +50,16 @@ _PICKING = (
     "The filters of the table 'Every checkpoint' do the same."
 )
 _READING = (
-    "r at one loss is the partial correlation given the loss: the correlation of the residuals of measure and outcome "
-    "after a straight line in the loss.\n"
+    "r at one loss is the partial correlation given the loss: the correlation between the residuals of the measure and "
+    "the outcome after a linear fit on the loss.\n"
     "The interval contains the true r for about 95 of 100 suites like this one. Checkpoints of one cluster are not "
     "independent: the width of the interval depends on the number of clusters.\n"
-    "p is the probability of a correlation at least this strong if there were none, by permutations of whole clusters, "
-    "with Holm's correction for all pairs. A pair is shown if p is below 0.05 and the intervals over clusters and over "
-    "levels, if there are any, exclude 0.\n"
-    "The smallest r that the suite could show is the true correlation that it finds with a probability of 80 %. A pair "
-    "that is not shown may still have a correlation of up to about that size. None means that the suite has too few "
-    "clusters for so many pairs: drop pairs or add clusters.\n"
+    "p is the probability of a correlation at least this strong if there were none. It comes from permutations of "
+    "whole clusters, with Holm's correction for all pairs. A pair is shown if p is below 0.05 and the intervals over "
+    "clusters and over levels, if there are any, exclude 0.\n"
+    "The smallest r that the suite could show is the true correlation that it would show with a probability of 80 %. A "
+    "pair that is not shown may still have a correlation of up to about that size. None means that the suite has too "
+    "few clusters for so many pairs: drop pairs or add clusters.\n"
     "A jump is a step from one checkpoint of a training run to the next at which the loss or the logarithm of a trace "
     f"moves more than {JUMP:g} times as far as the median of the neighboring steps, two before and two after, as "
     "judged by the 95 % intervals. The first step is never a jump, and a run needs at least five checkpoints."
@@ -71,7 +72,7 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
     Args:
         table: The numbers of the suite.
         associations: Its answers, in the order of the matrix; empty if there are no outcomes.
-        command: The command line that makes the page, to be shown at its end.
+        command: The command line that makes the page, which is shown at its end.
     """
     suite, answers = _Suite(table), strongest_first(associations)
     figures = list(suite.figures(answers))
@@ -86,8 +87,8 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
     if answers:
         lede += (
             f" in {len({*table.clusters()})} clusters ({answers[0].over[0]}). A measure predicts an "
-            "outcome at one loss if the two correlate among checkpoints with one loss: r is their correlation with "
-            "the loss held fixed, from -1 to 1. Shown means: significant after correction for the number of pairs."
+            "outcome at one loss if the two correlate among checkpoints with the same loss: r is their correlation "
+            "with the loss held fixed, from -1 to 1. Shown means significant after correction for the number of pairs."
         )
     sections = [
         # the card says why no pair has a number
@@ -138,7 +139,7 @@ def _with_interval(found: Correlation | None) -> str:
 
 
 def _matrix(associations: Sequence[Association]) -> Markup:
-    """Return the table of measures by outcomes: r at one loss, colored; a cell without it says why."""
+    """Return the table of measures by outcomes: r at one loss, colored; a cell without r says why."""
     rows: dict[str, dict[str, Markup]] = {}
     for each in associations:
         rows.setdefault(each.measure, {})[each.outcome] = _cell(each)
@@ -181,8 +182,10 @@ def _tests(answers: Sequence[Association]) -> Markup:
 
 
 def _made(table: SuiteTable, command: str) -> Markup:
-    # the page may be read on another machine
-    texts = [command, configs.to_toml(without_folders(configs.to_dict(table.config)))]
+    # the page may be read on another machine; what follows a brace or an asterisk of a pattern is no folder of this one
+    document = configs.to_dict(table.config)
+    patterns = [re.sub(r"^/[^{*]*/(?=[^/]*[{*])", "", pattern) for pattern in document["checkpoints"]]
+    texts = [command, configs.to_toml(without_folders(document | {"checkpoints": patterns}))]
     return Markup("\n").join(Markup("<pre><code>{}</code></pre>").format(text) for text in texts if text)
 
 
@@ -195,7 +198,7 @@ class _Column:
     field: str  # in the charts' rows, where `.` and `[` would mean something to Vega
     ends: tuple[float, float]  # of its axis
     log: bool = False
-    scale: int = 1  # what its values are multiplied by: 100 for percent
+    scale: int = 1  # the factor of its values: 100 for percent
 
     @property
     def title(self) -> str:
@@ -280,7 +283,7 @@ class _Suite:
         if loss and pairs:
             panels = pairs[:_PAIRS]
             panels += [(loss, x, "") for x in dict.fromkeys(x for x, _, _ in panels)]
-            caption = "The strongest pairs: compare points of one color. Below: their measures."
+            caption = "The strongest pairs: compare points of one color. Below: the same measures against the loss."
             yield self._figure("at-one-loss", "At one loss", panels, f"{caption} {_PICKING}")
         if self.along and columns:
             color = f" in the color of its {self.group}" if self.groups else ""

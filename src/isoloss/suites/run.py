@@ -2,7 +2,7 @@
 
 suite.json                     the settings, the checkpoints and the fingerprints of the texts
 checkpoints/NAME/*.json        one cell each: an `Evaluation`, or the reason why it is empty
-checkpoints/NAME/*.safetensors the contribution of each example to it, for the errors of differences
+checkpoints/NAME/*.safetensors the contribution of each example to the cell, for the errors of differences
 checkpoints/NAME/problem.json  why the checkpoint could not be loaded; the next run tries again
 outcomes.json                  imported outcomes
 units/                         leases and logs, as in a study
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 WAITING = "not measured yet"
 # measures with several numbers, which are columns under their own names
 _PARTS = {"loss": ("loss", "kl", "entropy"), "features": ("effective-rank", "effective-dimension", "cka-truth")}
-_TASKS = "lm-eval-"  # so are the metrics of a task
+_TASKS = "lm-eval-"  # the metrics of a task are such columns, too
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SuiteFolder:
 
     @functools.cached_property
     def cells(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """The text and the measure of each cell of a checkpoint, with the entries by which its file is known."""
+        """The text and the measure of each cell of a checkpoint, with the entries that identify its file."""
         settings = {name: settings_of(name, self.config.settings) for name in self.config.measured}
         return [
             (text, name, {"text": text, "measure": name, "settings": settings[name], "source": source})
@@ -104,7 +104,7 @@ class SuiteFolder:
         return found
 
     def _is_alike(self, document: Mapping[str, Any], member: Member) -> bool:
-        """Whether a cell has the inputs of the suite's first checkpoint, which may have been another one then."""
+        """Whether a cell has the inputs of the suite's first checkpoint, which may have changed since."""
         first = self.members[0]
         if document["first"] == first.name or member == first or document["evaluation"] is None:
             return bool(document["first"] == first.name)
@@ -112,7 +112,7 @@ class SuiteFolder:
         return of_first is None or bool(of_first["inputs"] == document["evaluation"]["inputs"])
 
     def units(self, sizes: Mapping[str, int | None] | None = None) -> list[Unit]:
-        """Return a unit of work for each checkpoint; `sizes`: their numbers of parameters, if they are known."""
+        """Return a unit of work for each checkpoint; `sizes`: their numbers of parameters, if known."""
         device = self.config.device
         needs = Resources(gpus=1 if device.startswith("cuda") or (device == "auto" and visible_gpus()) else 0)
         tokens = self.config.settings.get("num_sequences", 512) * (self.config.inputs.length or 128)
@@ -163,14 +163,14 @@ class SuiteFolder:
         return {(each["checkpoint"], each["name"]): Estimate.from_dict(each["estimate"]) for each in documents}
 
     def check_outcomes(self, imported: Sequence[Outcome], predict: Sequence[str]) -> None:
-        """Refuse wrong names before hours of measuring: of columns that are imported, and of outcomes to predict."""
+        """Refuse wrong names of imported columns and of outcomes, before hours of measuring."""
         config = self.config
         own = {row["measure"] for _, row in self.rows() if row["text"] or row.get("sha256")}
         own |= {*config.measured}.union(*(_PARTS.get(name, ()) for name in config.measured))
         if each := next((each for each in imported if each.name in own), None):
             raise IsolossError(
-                f"the column {each.name!r} of what is imported has the name of what the suite measures: give it "
-                "another name, or leave it out"
+                f"the imported column {each.name!r} has the name of a measure of the suite: give it another name, or "
+                "leave it out"
             )
         known = [*own, *(each.name for each in imported), *(name for _, name in self.imported())]
         known += [column_name(name, text) for name in own for text in config.texts if len(config.texts) > 1]
@@ -182,9 +182,9 @@ class SuiteFolder:
             is_open = name.startswith(parts) or (has_tasks and "." in name)
             if is_open or name in known or any(each.startswith(parts_of(name)) for each in known):
                 continue
-            told = f"{name!r} is no measure of the suite and no imported outcome"
+            told = f"{name!r} is neither a measure of the suite nor an imported outcome"
             if name in predict:
-                guess = did_you_mean(name, known) or f"; these are {', '.join(dict.fromkeys(known))}"
+                guess = did_you_mean(name, known) or f"; choose from {', '.join(dict.fromkeys(known))}"
                 raise IsolossError(f"{told}{guess}")
             # it may be imported later
             if meant := most_like(name, [*known, *MEASURES], least=0.8):

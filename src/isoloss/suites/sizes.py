@@ -12,7 +12,7 @@ from isoloss.checkpoints.stored import stored_weights
 from isoloss.errors import IsolossError
 from isoloss.suites.config import Member, SuiteConfig
 
-_STORED = 2  # bytes of a parameter on the hub, if nothing tells: most are in 16 bits
+_STORED = 2  # bytes of a parameter on the hub, if not known: most are in 16 bits
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Size:
 
 
 def sizes(config: SuiteConfig, members: tuple[Member, ...]) -> dict[str, Size]:
-    """Return the size of each checkpoint by name; the hub is not asked again once it does not answer."""
+    """Return the size of each checkpoint by name; once the hub does not answer, it is not asked again."""
     found, ask = {}, True
     for member in members:
         folder = Path(member.name).expanduser()

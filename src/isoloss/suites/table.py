@@ -14,7 +14,7 @@ from isoloss import files
 from isoloss.errors import IsolossError, did_you_mean, naming_extras
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.tables import short_names
-from isoloss.suites.config import COLUMNS, RISES, Member, SuiteConfig, label_names
+from isoloss.suites.config import COLUMNS, Member, SuiteConfig, label_names
 from isoloss.suites.lm_eval import UNKNOWN
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class SuiteTable:
         return cls(frame, tuple(name for name in frame.columns if name not in COLUMNS), config)
 
     def write(self, folder: Path) -> Path:
-        """Write it as Parquet, and return the path."""
+        """Write the table as Parquet, and return the path."""
         buffer = io.BytesIO()
         self.frame.write_parquet(buffer)
         files.write_bytes(folder / TABLE, buffer.getvalue())
@@ -77,7 +77,7 @@ class SuiteTable:
 
     @property
     def along(self) -> str:
-        """The label of the position in a training run; empty: there is none."""
+        """The label of the position in a training run; empty if there is none."""
         return self.config.along or ("step" if "step" in self.labels else "")
 
     def wide(self) -> Any:
@@ -113,7 +113,7 @@ class SuiteTable:
         return [", ".join(f"{name} {row[name]}" for name in names) for row in wide.iter_rows(named=True)]
 
     def copies(self) -> dict[str, list[str]]:
-        """Return the checkpoints that have the weights of an earlier one, by that one."""
+        """Return, by checkpoint, the later checkpoints with identical weights."""
         alike: dict[str, list[str]] = {}
         for checkpoint, weights in self.frame.select("checkpoint", "sha256").unique(maintain_order=True).iter_rows():
             if weights:
@@ -123,11 +123,11 @@ class SuiteTable:
     def roles(self, predict: Sequence[str] = ()) -> tuple[str, list[str], list[str]]:
         """Return the columns of `wide` by role: the loss (of the first text), the measures, and the outcomes.
 
-        The outcomes are those of the suite and of `predict`, else the imported ones, else the rises of the loss. Losses
-        on other texts and the parts of a loss have no role.
+        The outcomes are those of the suite and of `predict`, else the imported ones, else all rises of the loss. Losses
+        on other texts, the parts of a loss, and an outcome on another text have no role.
 
         Raises:
-            IsolossError: A name in `predict` is no column.
+            IsolossError: A name in `predict` is not a column.
         """
         wide = self.wide()
         named = [name for name in wide.columns if f"{name}_stderr" in wide.columns]
@@ -136,15 +136,16 @@ class SuiteTable:
         # imported numbers have no weights beside them
         imported = set(self.frame.filter(self.frame["sha256"].is_null()).drop_nulls("value")["measure"])
         outcomes: dict[str, None] = {}
-        for wanted in (*self.config.outcomes, *predict) or [name for name in named if name in imported] or RISES:
+        rises = [name for name in named if bare[name].endswith("-rise")]
+        for wanted in (*self.config.outcomes, *predict) or [name for name in named if name in imported] or rises:
             found = [name for name in named if wanted in (name, bare[name]) or bare[name].startswith(parts_of(wanted))]
             if not found and wanted in predict:
                 known = did_you_mean(wanted, named) or f"; it has {', '.join(named)}"
                 raise IsolossError(f"the table has no column {wanted!r}{known}")
             outcomes |= dict.fromkeys(found)
         loss = next((name for name in losses if bare[name] == "loss"), "")
-        others = {*losses, *imported, *outcomes}
-        return loss, [name for name in named if name not in others], list(outcomes)
+        others, elsewhere = {*losses, *imported}, {bare[name] for name in outcomes}
+        return loss, [name for name in named if name not in others and bare[name] not in elsewhere], list(outcomes)
 
     def associations(self, predict: Sequence[str] = ()) -> tuple[Association, ...]:
         """Return which measure predicts which outcome at one loss; `predict`: further outcomes.
@@ -175,7 +176,7 @@ class SuiteTable:
         )
 
     def problems(self) -> list[str]:
-        """Return a line for each reason why cells are empty, with one of them and the number of others."""
+        """Return a line for each reason why cells are empty, with an example and the number of other cells."""
         found: dict[str, list[str]] = {}
         names = short_names(self.frame["checkpoint"].unique(maintain_order=True).to_list())
         for row in self.frame.iter_rows(named=True):
@@ -188,12 +189,12 @@ class SuiteTable:
 
 
 def column_name(measure: str, text: str) -> str:
-    """Return the name of a measure's column; `text` is empty if there is only one."""
+    """Return the name of a measure's column; `text` is empty if there is only one text."""
     return f"{measure} ({text})" if text else measure
 
 
 def parts_of(outcome: str) -> tuple[str, str]:
-    """Return how the names of the columns begin if a measure or a task of lm-evaluation-harness has several."""
+    """Return how column names begin, for a measure or a task of lm-evaluation-harness with several columns."""
     return f"{outcome}, ", f"{outcome.removeprefix('lm-eval-')}."
 
 

@@ -45,18 +45,18 @@ TraceMethod = Annotated[
 Granularity = Annotated[
     Literal["tensor", "head", "channel", "neuron"],
     setting(omit_default=True),
-    "minimal-trace, rescaling-control: what has a factor of its own: whole tensors, heads, heads and channels, or "
+    "minimal-trace, rescaling-control: what gets its own factor: whole tensors, heads, heads and channels, or "
     "hidden units (ReLU or gated).",
 ]
 ExpandedLayers = Annotated[
     int | None,
     setting(minimum=1, omit_default=True),
-    "Of trace-in-SIZE and minimal-trace-in-SIZE: layers of the larger architecture; default: as many as SIZE has.",
+    "trace-in-SIZE, minimal-trace-in-SIZE: layers of the larger architecture; default: as many as SIZE has.",
 ]
 ExpandedHeads = Annotated[
     int | None,
     setting(minimum=1, omit_default=True),
-    "Of the same: heads per layer of the larger architecture; default: as many as SIZE has.",
+    "trace-in-SIZE, minimal-trace-in-SIZE: heads per layer of the larger architecture; default: as many as SIZE has.",
 ]
 Rho = Annotated[
     float,
@@ -67,8 +67,8 @@ AscentSteps = Annotated[int, setting(minimum=1), "sam-sharpness, adaptive-sharpn
 SharpnessBatch = Annotated[
     int,
     setting(minimum=1),
-    "sam-sharpness, adaptive-sharpness: sequences in a batch, each of which has its own worst direction; the value "
-    "depends on it.",
+    "sam-sharpness, adaptive-sharpness: sequences in a batch. Each batch has its own worst direction, so the value "
+    "depends on this.",
 ]
 Matrix = Annotated[
     Literal["gauss-newton", "hessian"],
@@ -81,7 +81,7 @@ _FRONTIER_BATCH = 8  # sequences in a step of fine-tuning
 
 
 def flatness_measures() -> dict[str, type[FunctionMeasure]]:
-    """Return the measures of a model and sequences alone, which `isoloss compare` takes too, by name."""
+    """Return the measures that need only a model and sequences, by name; `isoloss compare` takes them, too."""
     classes = MEASURES.loaded(measure_class).items()
     return {name: cls for name, cls in classes if issubclass(cls, FunctionMeasure) and cls.is_of_flatness}
 
@@ -113,7 +113,7 @@ def trace(
     auxiliary_sample: Any = None,
     **options: Any,
 ) -> Estimate:
-    """Trace of the Fisher, which equals that of the Hessian where the model's conditionals are the true ones."""
+    """Trace of the Fisher; equals the Hessian's trace if the model's conditionals are the true ones."""
     given: dict[str, Any] = {"num_probes": num_probes, "seed": seed, "auxiliary_sample": auxiliary_sample}
     return flatness.fisher_trace(model, batches, method=trace_method, **given, **options)
 
@@ -129,7 +129,7 @@ def minimal_trace(
     auxiliary_sample: Any = None,
     **options: Any,
 ) -> Estimate:
-    """Minimum of the trace over the model's exact rescalings, which leave its function as it is."""
+    """Minimum of the trace over the model's exact rescalings, which do not change its function."""
     options |= {"rescaling": "minimal", "granularity": rescaling_granularity, "auxiliary_sample": auxiliary_sample}
     return trace(model, batches, num_probes=num_probes, trace_method=trace_method, seed=seed, **options)
 
@@ -256,7 +256,7 @@ def empirical_fisher(model: Any, batches: Any, *, seed: int = 0, **options: Any)
 def diagonal_fisher(
     model: Any, batches: Any, *, num_probes: NumProbes = None, seed: int = 0, **options: Any
 ) -> MeasureResult:
-    """Diagonal of the Fisher, an entry a weight; with --output as safetensors by parameter name."""
+    """Diagonal of the Fisher, one entry per weight; with --output as safetensors by parameter name."""
     entries, trace = flatness.diagonal_fisher(model, batches, num_probes=num_probes or 1, seed=seed, **options)
     more = {name: values.cpu().numpy() for name, values in entries.items()}
     return MeasureResult(estimates={"diagonal-fisher": trace}, more=more)
@@ -276,7 +276,7 @@ def hessian_trace(
     hessian_group_size: Annotated[
         int,
         setting(minimum=1),
-        "hessian-trace: sequences that share a random vector for the residual; of the published code, a batch.",
+        "hessian-trace: sequences that share a random vector for the residual; for the published code, a batch.",
     ] = 8,
     seed: int = 0,
     **options: Any,
@@ -315,7 +315,7 @@ def squared_norm(model: Any) -> Estimate:
 def weighted_trace(
     model: Any, batches: Any, *, num_probes: NumProbes = None, seed: int = 0, **options: Any
 ) -> Estimate:
-    """Trace of the Fisher, each parameter counted by its square: invariant to rescaling."""
+    """Trace of the Fisher, each entry weighted by its squared parameter: invariant to rescaling."""
     return flatness.weighted_fisher_trace(model, batches, num_probes=num_probes or 1, seed=seed, **options)
 
 
@@ -355,7 +355,7 @@ def adaptive_sharpness(
     sharpness_batch_size: SharpnessBatch = 16,
     **options: Any,
 ) -> Estimate:
-    """The same rise, the ball measured in units of each weight: invariant to rescaling."""
+    """Rise as in sam-sharpness, with the ball in units of each weight: invariant to rescaling."""
     ball: dict[str, Any] = {"sharpness_rho": sharpness_rho, "sharpness_steps": sharpness_steps, "adaptive": True}
     return sam_sharpness(model, batches, sharpness_batch_size=sharpness_batch_size, **ball, **options)
 
@@ -417,7 +417,7 @@ def llc(
     llc_localization: Annotated[
         float, setting(above=0), "llc: strength of the pull back to the checkpoint's weights."
     ] = 300.0,
-    llc_step_size: Annotated[float, setting(above=0), "llc: length of a step of the sampler."] = 3e-4,
+    llc_step_size: Annotated[float, setting(above=0), "llc: step size of the sampler."] = 3e-4,
     llc_chains: Annotated[int, setting(minimum=2), "llc: chains of the sampler."] = 4,
     llc_draws: Annotated[int, setting(minimum=4), "llc: draws of each chain."] = 350,
     llc_burn_in: Annotated[int, setting(minimum=0), "llc: steps of each chain before its draws."] = 100,
@@ -426,7 +426,7 @@ def llc(
     causal: bool | None = None,
     progress: Any = None,
 ) -> Estimate:
-    """Local learning coefficient by Langevin dynamics; refused where its chains have not converged."""
+    """Local learning coefficient by Langevin dynamics; refused if the chains have not converged."""
     return flatness.local_learning_coefficient(
         model,
         _in_batches(batches, llc_batch_size),
@@ -492,7 +492,7 @@ def frontier(
     frontier_with: Annotated[
         str,
         setting(),
-        "frontier: the other text, whose one half is trained on: a file, a folder or a dataset, as for --data.",
+        "frontier: the other text, half of it for training: a file, a folder or a dataset, as for --data.",
     ] = "",
     frontier_gain: Annotated[
         float, setting(above=0), "frontier: the gain on the other text at which the forgetting is given, in nats."
@@ -506,8 +506,8 @@ def frontier(
     causal: bool | None = None,
     progress: Any = None,
 ) -> dict[str, Estimate]:
-    """Forgetting at one gain of a short fine-tuning on another text, and both over learning rates."""
-    # a half is trained on, once where there is so much
+    """Forgetting at one gain in a short fine-tuning on another text; both at each learning rate."""
+    # half is trained on, each sequence once if the text is long enough
     new = read_text(Path(frontier_with), 2 * _FRONTIER_BATCH * frontier_steps, seed)
     found = flatness.forgetting_frontier(
         model,
@@ -528,11 +528,11 @@ def frontier(
 
 def _why_no_update(measure: FunctionMeasure, context: MeasureContext) -> str | None:
     if context.checkpoint is None:
-        return "only a run that is measured on its own language has an optimizer to go on with: leave out --language"
+        return "only a run that is measured on its own language has an optimizer to continue with: leave out --language"
     run, step = context.checkpoint
     if step != (last := run.last_step()):
-        return f"the optimizer's state is kept at the last step, {last}, and not at {step}: add --steps last"
-    return None if step else "no step was made, so that the optimizer has no state"
+        return f"the optimizer's state is kept only at the last step, {last}, not at {step}: add --steps last"
+    return None if step else "the run has made no step, so its optimizer has no state"
 
 
 @requires(_why_no_update)
