@@ -28,6 +28,7 @@ COLORS = (
 # fmt: on
 MARKERS = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
+MOST = math.log(100)  # of the logarithm's interval to each side: an error so large says nothing
 PADDING = 0.05  # of an axis, beyond the outermost error bar
 
 
@@ -181,7 +182,8 @@ def _one(
         low, high = max(low, 0.0), min(high, 100.0)
     elif column.log:
         # symmetric on the axis, where an interval around the value itself could reach 0 and be cut at the frame
-        low, high = value * math.exp(-half / value), value * math.exp(half / value)
+        factor = math.exp(min(half / value, MOST))
+        low, high = value / factor, value * factor
     return scale * value, low, high, rounded(scale * value, scale * stderr)
 
 
