@@ -114,7 +114,7 @@ EARLY = {
         "precious": "precious is not a run directory: it has no run.json",
     },
     "study": {
-        "stauts same-loss": "no subcommand 'stauts'; did you mean status? the subcommands are new, plan,",
+        "stauts same-loss": "no subcommand 'stauts'; did you mean status? the subcommands are new, show, plan,",
         "--scale laptop": "no subcommand '--scale'; the subcommands are",
         "run same-los": "no study 'same-los'; did you mean same-loss?",
         "run": "NAME is missing",

@@ -53,6 +53,7 @@ compare(["a", "b", "c"], data="text.jsonl", output="kept", progress=kill, **how)
 """
 
 
+@pytest.mark.slow
 def test_a_comparison_that_was_killed_goes_on_and_ends_with_the_same_bytes(folder, monkeypatch):
     monkeypatch.chdir(folder)
     whole = compare(["a", "b", "c"], data="text.jsonl", **HOW)

@@ -282,7 +282,7 @@ def test_wrong_words_are_refused(capsys, tmp_path, monkeypatch, words, message):
     ("words", "message"),
     [
         (("compare", "a"), "SECOND is missing"),
-        (("compare", "a", "b", "--scale", "tiny"), "--scale is an option of isoloss study plan,"),
+        (("compare", "a", "b", "--scale", "tiny"), "--scale is an option of isoloss study show,"),
         (("report", "same-loss", "b"), "there is no argument: b"),
         (("export", "same-loss"), "--output is missing"),
         (
