@@ -46,9 +46,9 @@ demo: install
 study: install
 	$(BIN)/isoloss study run same-loss --scale laptop
 
-# the tests of a file in one process, so that what they share is made once; more processes than cores, as many wait
+# the tests of a file in one process, so that what they share is made once
 test: install
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --quiet
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --quiet
 
 test-all: install
 	$(BIN)/python -m pytest --numprocesses 3 --quiet -m "not gpu"

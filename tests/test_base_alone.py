@@ -16,6 +16,8 @@ import base_alone
 from isoloss.cli.main import SUBCOMMANDS
 from isoloss.errors import EXTRAS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

@@ -34,6 +34,8 @@ from isoloss.transfer.probe import fit_linear_probe
 from isoloss.transfer.text_sources import own_text_task
 from isoloss.transfer.text_tasks import read_examples
 
+pytestmark = pytest.mark.slow
+
 
 def without_first_space():
     """Pieces of SentencePiece with no space put before a text, which would stand for no byte of it."""

@@ -151,6 +151,7 @@ def report(newcomer):
     assert not newcomer.failures, "\n".join(newcomer.failures)
 
 
+@pytest.mark.slow  # minutes
 def test_every_block_does_what_the_page_says(tmp_path, monkeypatch):
     monkeypatch.setenv("ISOLOSS_CACHE", str(tmp_path / "cache"))
     report(do_all(tmp_path, lambda block: is_run(block) and block.mark != "slow"))

@@ -20,7 +20,10 @@ from isoloss.flatness._ghost.factors import Dense, Outer
 from isoloss.flatness._ghost.rules import Layout
 
 # peft asks transformers by a name that it is about to drop
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.slow,
+]
 
 # --- architectures ---------------------------------------------------------------------------------------------------
 

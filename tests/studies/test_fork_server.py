@@ -15,7 +15,7 @@ from isoloss.errors import IsolossError
 from isoloss.studies.plan import Resources
 from isoloss.studies.run import fork_server
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone"), pytest.mark.slow]
 
 ONE = Resources()
 MEASURES = ("--measures", "loss", "trace", "probe-root", "--loss-sentences", "64", "--num-sequences", "16")
