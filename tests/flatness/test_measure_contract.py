@@ -33,6 +33,8 @@ from isoloss.flatness import (
 )
 from isoloss.statistics.comparison import paired_difference
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = [
     *(fisher_trace, empirical_fisher_trace, fisher_rao_norm, weighted_fisher_trace, hessian_trace),
     *(relative_flatness, sam_sharpness, noise_sharpness, largest_eigenvalues, spectral_density),
