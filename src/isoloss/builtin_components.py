@@ -21,6 +21,7 @@ ALGORITHMS = {
         "sam": ("SAMConfig", "sharpness-aware minimization"),
         "adversarial": ("AdversarialConfig", "spoil a downstream task at the same loss"),
         "fisher-penalty": ("FisherPenaltyConfig", "penalize the trace of the Fisher"),
+        "feature-entropy": ("FeatureEntropyConfig", "raise or lower the effective rank of the features"),
     },
 }
 OPTIMIZERS = {
@@ -103,6 +104,7 @@ MEASURES = {
         "log-lookup-TASK": "LogLookup",
         "one-hot-TASK": "OneHot",
         "few-shot-TASK-NUMBER": "FewShot",
+        "invariant-few-shot-TASK-NUMBER": "InvariantFewShot",
         "projected-TASK-WIDTH": "Projected",
         "finetune-TASK": "Finetune",
         "features": "Features",

@@ -12,6 +12,7 @@ from isoloss.studies.results import CheckpointEstimate, Results
 KEYS = {
     "loss": ("entropy", "kl", "loss"),
     "features": ("effective-dimension", "effective-rank", "cka-truth"),
+    "minimal-trace-by-kind": ("attention-q", "attention-v", "mlp-up", "mlp-down", "norms"),
     "bracket-parts": (
         *("attention-trace", "neurons-trace", "neurons-minimal-trace", "parts-trace", "parts-minimal-trace"),
         *("cancellation", "bound-ratio"),

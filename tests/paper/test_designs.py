@@ -53,7 +53,7 @@ def test_arms_of_a_unit_share_their_seeds_and_no_other_unit_has_them_in_any_draw
 def test_a_study_has_none_of_its_pilots_grammars():
     for scales in (
         [SAME_LOSS.scale("laptop"), SAME_LOSS.scale("laptop", seed_offset=3), PILOT.scale("laptop")],
-        [DOSE_RESPONSE.scale("evening"), DOSE_RESPONSE.scale("evening", seed_offset=1), DOSE_RESPONSE.scale("pilot")],
+        [DOSE_RESPONSE.scale("laptop"), DOSE_RESPONSE.scale("laptop", seed_offset=1), DOSE_RESPONSE.scale("pilot")],
     ):
         grammars = [{unit.language.seed for unit in scale.units} for scale in scales]
         assert sum(map(len, grammars)) == len(set().union(*grammars))

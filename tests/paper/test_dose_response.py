@@ -13,7 +13,7 @@ from isoloss.lab.languages.config import DyckConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
 from isoloss.lab.tasks import make_task
 from isoloss.paper import dose_response as page
-from isoloss.paper.dose_response import ARMS, BASE, CONTROL, DOSES, SCALES, SHAM, STUDY, answer, tables
+from isoloss.paper.dose_response import ARMS, BASE, CONTROL, DOSES, HELPER, SCALES, SHAM, STUDY, answer, tables
 from isoloss.paper.dose_response_tasks import needed, spare, twins
 from isoloss.report.save import save
 
@@ -102,7 +102,7 @@ def test_the_tasks_are_drawn_by_name_and_need_a_language_that_can_be_enumerated(
         make_task(DyckConfig().build(), "needed-2")
 
 
-def test_arms_differ_in_one_stage_and_the_control_in_its_sentences():
+def test_arms_differ_in_what_is_added_to_the_loss_and_the_control_in_its_sentences():
     scale = SCALES["laptop"]
     unit = scale.units[0]
     configs = {arm: scale.experiments[unit.run(arm)].config for arm in ARMS}
@@ -110,7 +110,10 @@ def test_arms_differ_in_one_stage_and_the_control_in_its_sentences():
     for arm, config in configs.items():
         other = dataclasses.replace(config, stages=sham.stages, steps=sham.steps)
         assert other == (dataclasses.replace(sham, seed=config.seed) if arm == CONTROL else sham)
-        assert config.stages[1:] == sham.stages[1:]
+        first, last = config.stages
+        # it stays until the end, but for the helper's task
+        assert last.algorithm == (None if arm == HELPER else first.algorithm)
+        assert dataclasses.replace(last, algorithm=None) == dataclasses.replace(sham.stages[1], algorithm=None)
         assert config.init_from == f"../{unit.run(BASE)}"
     assert configs[CONTROL].seed != sham.seed
     assert len({repr(config.stages[0]) for config in configs.values()}) == len(ARMS)
@@ -119,56 +122,74 @@ def test_arms_differ_in_one_stage_and_the_control_in_its_sentences():
 # --- known results ---------------------------------------------------------------------------------------------------
 
 GRAMMARS = 5
-FEW = dataclasses.replace(SCALES["laptop"], grammars=SCALES["laptop"].grammars[:GRAMMARS], seeds_per_grammar=2)
+FEW = dataclasses.replace(SCALES["laptop"], grammars=SCALES["laptop"].grammars[:GRAMMARS])
+PER_NAT = -500.0  # points of accuracy
 
 
 @pytest.fixture(scope="module")
 def results():
-    """Each dose costs 2 points of few-shot accuracy and halves the traces."""
+    """Each dose costs 2 points of few-shot accuracy and halves the traces; an arm's rank adds a point for each 10."""
     draw = np.random.default_rng(0)
+    ranks = {"narrower": -10, "wider": 10}
 
     def value(unit, arm, key):
         dose, noise = DOSES.index(arm) - DOSES.index(SHAM) if arm in DOSES else 0, draw.normal()
+        kl = FEW.base_kl if arm == BASE else FEW.target_kl * (1 + 0.02 * dose)
         if key == "kl":
-            return (FEW.base_kl if arm == BASE else FEW.target_kl) + 1e-7 * noise
-        if key in FEW.probes.values():
-            return 0.7 - 0.02 * dose + 0.001 * noise
-        return 10 * 2.0**-dose * (1 + 0.01 * noise) if "trace" in key else 50 + dose + noise
+            return kl
+        if key.removeprefix("invariant-") in FEW.probes.values():
+            points = 70 - 2 * dose + ranks.get(arm, 0) / 10 + 0.1 * noise + PER_NAT * kl
+            return (points + 20 * (arm == HELPER)) / 100
+        if "trace" in key or key in ("attention-q", "attention-v", "mlp-up", "mlp-down", "norms"):
+            return 10 * 2.0**-dose * (1 + 0.01 * noise)
+        return 50 + dose + ranks.get(arm, 0) + noise / 10
 
     # a target ends every arm
     return known_results(FEW, value, ended=lambda arm, step: step and step - 100)
 
 
 def test_tables_and_answer_are_of_the_arms_and_their_controls(results):
-    arms, differences, slopes, untrained = tables(results)
+    trends, arms, differences, slopes, untrained = tables(results)
     assert [label[0] for label, _ in arms.rows] == [FEW.titles[arm] for arm in ARMS]
     assert {label[1] for label, _ in arms.rows} == {0}  # none missed the target
     rows = {label[0]: row for label, row in differences.rows}
     for dose, arm in enumerate(DOSES, -3):
-        row = rows[FEW.titles[arm]]
-        assert row["minimal-trace"].value == pytest.approx(2.0**-dose, rel=0.02)
-        assert row["few-shot-prefix-2-30"].value == pytest.approx(-2 * dose, abs=0.3)
-        assert row["effective-rank"].value == pytest.approx(dose, abs=2)
-    (_, first), *_ = slopes.rows
-    ends = [[results.at(unit.run(arm)) for unit in FEW.units] for arm in (BASE, SHAM)]
-    per_unit = [
-        100
-        * (late["few-shot-prefix-2-30"].value - early["few-shot-prefix-2-30"].value)
-        / (late["kl"].value - early["kl"].value)
-        for early, late in zip(*ends, strict=True)
-    ]
-    assert first["slope"].value == pytest.approx(np.mean(per_unit), rel=0.1)
+        if arm != SHAM:
+            row = rows[FEW.titles[arm]]
+            for key in ("minimal-trace", "attention", "mlp"):
+                assert row[key].value == pytest.approx(2.0**-dose, rel=0.02)
+            assert row["prefix-mean"].value == pytest.approx(-2 * dose, abs=0.2)
+            assert row["effective-rank"].value == pytest.approx(dose, abs=0.3)
+    first = {label[0]: row["slope"] for label, row in slopes.rows}
+    assert first["prefix-mean"].value == pytest.approx(PER_NAT, rel=1)  # a difference of 0.04 points, ± 0.02
+    by_name = {label[0]: row for label, row in trends.rows}
+    # at one loss: 2 points less with each halving; each halving has a KL that is higher by 0.02 of the target's
+    for name in ("halving of the minimal trace", "the same, flatter side", "the same, sharper side"):
+        assert by_name[name]["prefix-mean"].value == pytest.approx(-2, abs=0.15)
+    assert by_name["halving of attention's part"]["effective-rank"].value == pytest.approx(1, abs=0.1)
+    assert by_name["halving of it, given the rank"]["prefix-mean"].value == pytest.approx(-2.1, abs=0.15)
+    assert by_name["the same, given the minimal trace"]["prefix-mean"].value > 2
     assert set(untrained.rows[0][1]) == set(FEW.probes.values())
-    claims = judged(STUDY, results)
-    assert all(one.difference is not None for claim in claims for one in claim.answers)
-    assert len(answer(claims, results)) == 3
+
+
+def test_the_claims_are_judged_by_slopes(results):
+    claims = {one.claim.id: one for one in judged(STUDY, results)}
+    assert all(one.difference is not None for each in claims.values() for one in each.answers)
+    (trend,) = claims["trend"].answers
+    assert trend.verdict.value == "contradicted"
+    assert str(trend.difference).endswith("points per halving")
+    assert "fitted within 10 groups of 7 models; 95 % interval over 5 grammars" in trend.explanation
+    assert claims["flatter"].verdict == claims["helper"].verdict == claims["wider"].verdict == "shown"
+    cards = answer(list(claims.values()), results)
+    assert cards[0].value.startswith("No, the opposite: -1.99")
+    assert len(cards) == 3
 
 
 def test_the_figure_has_a_curve_for_each_grammar_and_the_means(tmp_path, results):
     figure, others = page.parts(results).figures
     save(figure.chart, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").read_text().count(">Minimal trace over the sham") == 2
-    assert len(others.chart["concat"]) == len(FEW.probes) - 1
+    assert len(others.chart["concat"]) == len(FEW.probes) + 1
     panel = figure.chart["concat"][0]["layer"]
     rows = [figure.chart["datasets"][layer["data"]["name"]] for layer in panel]
     assert len(rows[1]) == GRAMMARS * len(DOSES)

@@ -31,6 +31,38 @@ def test_it_is_the_mean_of_the_regressions_of_each_cluster():
     assert (found.samples, found.num_predictions, found.details["labels"]) == (6, 30, list(range(6)))
 
 
+def test_groups_in_a_cluster_count_once_and_what_is_given_is_held():
+    rng = np.random.default_rng(7)
+    outcomes, losses, codes = clustered(rng, 4, 12, spread=0.5)
+    seeds = np.tile(np.repeat([0, 1], 6), 4)  # the same names in each cluster
+    other = losses + rng.standard_normal(len(losses))
+    slopes = []
+    for g in range(4):
+        rows = [(codes == g) & (seeds == s) for s in (0, 1)]
+        designs = [sm.add_constant(np.column_stack([losses[row], other[row]])) for row in rows]
+        slopes.append(np.mean([sm.OLS(outcomes[row], x).fit().params[1] for row, x in zip(rows, designs, strict=True)]))
+    found = slope_within(outcomes, losses, codes, within=seeds, given=[other], **UNIT)
+    expected = cluster_mean(slopes, range(4), **UNIT)
+    assert (found.value, found.stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-9)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_interval_of_slopes_of_24_clusters_holds_as_often_as_stated(given):
+    """As in the study dose-response: two seeds in each of 24 grammars, seven doses, another measure beside them."""
+    rng, held = np.random.default_rng(8), []
+    for _ in range(600):
+        codes, seeds = np.repeat(np.arange(24), 14), np.tile(np.repeat([0, 1], 7), 24)
+        x = np.tile(np.linspace(-1, 1, 7), 48) * np.repeat(np.exp(0.4 * rng.standard_normal(48)), 7)
+        x += 0.1 * rng.standard_normal(len(x))
+        other = 0.5 * x + 0.3 * rng.standard_normal(len(x))
+        slopes = np.repeat(0.6 + 0.6 * rng.standard_normal(24), 14) + np.repeat(0.4 * rng.standard_normal(48), 7)
+        y = slopes * x + given * 2 * other + rng.standard_normal(len(x)) * np.repeat(rng.uniform(0.3, 2, 24), 14)
+        low, high = slope_within(y, x, codes, within=seeds, given=[other] * given, **UNIT).ci95
+        held.append(low < 0.6 < high)
+    found, deviation = rate(held)
+    assert 0.95 - deviation < found < 0.95 + deviation
+
+
 def test_where_all_clusters_spread_alike_it_is_the_regression_with_clustered_errors():
     groups, size = 7, 4
     rng = np.random.default_rng(1)
@@ -137,8 +169,10 @@ def test_the_error_that_dominates_gives_the_degrees_of_freedom():
 
 def test_what_has_no_slope_or_other_clusters_is_refused():
     runs = ["a", "a", "b", "b"]
-    with pytest.raises(IsolossError, match="the loss is constant in the cluster 'b', which so has no slope"):
+    with pytest.raises(IsolossError, match="constant in the cluster 'b', which so has no slope"):
         slope_within([1, 2, 3, 4], [1.0, 2.0, 1.5, 1.5], runs, **UNIT)
+    with pytest.raises(IsolossError, match="what is given decides what the slope is on in the cluster 'a'"):
+        slope_within([1, 2, 3, 4], [1.0, 2.0, 1.5, 2.5], runs, given=[[2.0, 4.0, 0.0, 9.0]], **UNIT)
     with pytest.raises(IsolossError, match="number of clusters is 1"):
         slope_within([1, 2], [1.0, 2.0], ["a", "a"], **UNIT)
     with pytest.raises(IsolossError, match=r"outcomes has the shape \(3,\); it must be 4 numbers"):

@@ -18,6 +18,8 @@ from isoloss.statistics.comparison import paired_difference, times
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio_estimate
 
+_NOTHING = 1e-12  # the share of a variance that is left by rounding alone
+
 
 @dataclass(frozen=True, kw_only=True)
 class VarianceComponents:
@@ -153,26 +155,40 @@ def _total(parts: list[tuple[float, int]]) -> float:
 # --- the slope on the loss --------------------------------------------------------------------------------------------
 
 
-def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any], *, unit: str) -> Estimate:
-    """Return the slope of an outcome on the loss within clusters: the mean of the clusters' own slopes.
+def slope_within(
+    outcomes: ArrayLike,
+    along: ArrayLike,
+    clusters: Sequence[Any],
+    *,
+    within: Sequence[Any] | None = None,
+    given: Sequence[ArrayLike] = (),
+    unit: str,
+) -> Estimate:
+    """Return the slope of an outcome on the loss, or on another measure, within groups: the mean of their own slopes.
 
-    b_g = sum_i (x_i - mean x)(y_i - mean y) / sum_i (x_i - mean x)^2 over cluster g of G, with Student's t over the b_g
-    for the interval. It holds for unequal errors, for errors that go together within a cluster and for slopes that
-    differ from cluster to cluster, down to few clusters: with unequal variances the t test errs on the safe side
-    (Ibragimov and Müller, 2010). One slope fitted to all clusters, with the usual cluster-robust error, does not: in a
-    simulation with 6 clusters whose losses spread unequally its 95 % interval held the slope in 71 to 93 % of cases.
-    Where all clusters spread alike, the two are equal.
+    b_g = sum_i (x_i - mean x)(y_i - mean y) / sum_i (x_i - mean x)^2 over group g. The slopes of the groups in a
+    cluster are averaged, with Student's t over the clusters' means for the interval. It holds for unequal errors, for
+    errors that go together within a cluster and for slopes that differ from cluster to cluster, down to few clusters:
+    with unequal variances the t test errs on the safe side (Ibragimov and Müller, 2010). One slope fitted to all
+    clusters, with the usual cluster-robust error, does not: in a simulation with 6 clusters whose losses spread
+    unequally its 95 % interval held the slope in 71 to 93 % of cases. Where all groups spread alike, the two are equal.
 
-    It is an association. What else changes together with the loss within a cluster, such as the step, is in it.
+    It is an association. What else changes together with x within a group, such as the step, is in it, but for what
+    is `given`: with it b_g is the coefficient of x in the group's regression on x and on these.
 
     Args:
         outcomes: (N,) y.
-        losses: (N,) x, which is constant in no cluster.
-        clusters: (N,) the cluster of each observation, such as the run, seed or grammar.
+        along: (N,) x, which is constant in no group.
+        clusters: (N,) the cluster of each observation, such as its grammar: errors are over these.
+        within: (N,) the group in its cluster in which each is compared, such as the seed; None: the cluster.
+        given: Further measures, (N,) each, that are held constant.
         unit: Of the slope, e.g. "points per nat".
 
     Returns:
         An estimate with `influence` by cluster, in the order of `details["labels"]`.
+
+    Raises:
+        IsolossError: A group has no slope: x is constant in it, or is decided by what is given.
 
     Example:
         >>> from isoloss.statistics.clusters import slope_within
@@ -180,19 +196,28 @@ def slope_within(outcomes: ArrayLike, losses: ArrayLike, clusters: Sequence[Any]
         >>> print(slope)
         -3.0 ± 1.0 points per nat
     """
-    x = column("losses", losses)
+    x = column("along", along)
     y = column("outcomes", outcomes, len(x))
+    held = np.array([column("given", each, len(x)) for each in given]).reshape(len(given), len(x))
     names, codes = labels(clusters, len(x))
-    slopes = []
-    for g, name in enumerate(names):
-        inside = codes == g
+    _, inner = labels(codes.tolist() if within is None else within, len(x), least=1, what="within")
+    slopes, own = [], []
+    # one name in two clusters is two groups, as seeds are that count from 0 in each
+    for cluster, group in np.unique(np.stack([codes, inner]), axis=1).T:
+        inside, name = (codes == cluster) & (inner == group), names[cluster]
         # the range: it is exactly 0 for equal numbers, where the variance about a rounded mean need not be
         if np.ptp(x[inside]) == 0:
-            raise IsolossError(f"the loss is constant in the cluster {name!r}, which so has no slope")
+            raise IsolossError(f"what the slope is on is constant in the cluster {name!r}, which so has no slope")
         centered = x[inside] - x[inside].mean()
-        slopes.append(float(centered @ y[inside] / (centered @ centered)))
+        others = held[:, inside].T - held[:, inside].mean(axis=1)
+        # what the others leave of x: the slope on it is the coefficient of x beside them
+        rest = centered - others @ np.linalg.lstsq(others, centered, rcond=None)[0] if given else centered
+        if rest @ rest <= _NOTHING * (centered @ centered):
+            raise IsolossError(f"what is given decides what the slope is on in the cluster {name!r}")
+        slopes.append(float(rest @ y[inside] / (rest @ rest)))
+        own.append(name)
     return dataclasses.replace(
-        cluster_mean(slopes, names, unit=unit, method="mean slope within clusters"), num_predictions=len(x)
+        cluster_mean(slopes, own, unit=unit, method="mean slope within clusters"), num_predictions=len(x)
     )
 
 

@@ -25,7 +25,7 @@ from isoloss.studies.plan import Experiment, Measurement, Resources, Scale
 from isoloss.studies.study import PageParts, Study, load_study
 
 __all__ = ["Card", "Claim", "Contrast", "Experiment", "ExternalCheckpoint", "Measurement", "PageParts", "Resources",
-           "Results", "Scale", "Study", "StudyFolder", "SummaryTable", "load_study"]  # fmt: skip
+           "Results", "Scale", "Study", "StudyFolder", "SummaryTable", "Trend", "load_study"]  # fmt: skip
 
 _EXPORTS = {
     "Card": "isoloss.report.html",
@@ -34,5 +34,6 @@ _EXPORTS = {
     "Results": "isoloss.studies.results",
     "StudyFolder": "isoloss.studies.folder",
     "SummaryTable": "isoloss.studies.summary",
+    "Trend": "isoloss.studies.claims",
 }
 __getattr__, __dir__ = exports(__name__, _EXPORTS)

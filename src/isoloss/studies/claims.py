@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from isoloss.statistics.estimate import Estimate, interval
 from isoloss.statistics.power import minimal_detectable_effect
 from isoloss.statistics.significance import LOSS_MARGIN, Equivalence, equivalence, holm, largest_size, mcnemar
 from isoloss.studies.plan import AnyScale, call_study_hook
-from isoloss.studies.results import UNITS, Pair, Results, change, common_measures, loss_key, mean
+from isoloss.studies.results import UNITS, Checkpoint, Pair, Results, change, common_measures, loss_key, mean
 
 ALPHA = 0.05  # the level of all tests
 
@@ -107,6 +108,114 @@ class Contrast:
                 "each pair"
             )
 
+    def change(self, key: str, factor: float = 1.0) -> Estimate:
+        """Return second - factor * first of the estimate `key`, with its error."""
+        return change(self.pairs, key, factor=factor, clusters=self.clusters)
+
+    def means(self, key: str) -> dict[str, Estimate]:
+        """Return the mean of the estimate `key` over the first models, and over the second, by name."""
+        return {
+            name: mean([pair[i][key] for pair in self.pairs], clusters=self.clusters)
+            for i, name in enumerate(self.names)
+        }
+
+    def described(self, key: str, measured: Estimate) -> str:
+        """Return what was compared, and what the error is over."""
+        first, second = self.names
+        return f"{second} vs. {first}, {_paired_over(measured, self, key)}."
+
+    def named(self, factor: float) -> str:
+        """Return what the difference is called."""
+        return "difference" if factor == 1 else f"{self.names[1]} minus {factor:g} times {self.names[0]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """Groups of models along which an outcome may rise or fall: claims about it are about the slope.
+
+    In each group, such as the doses of a treatment after one base, the slope is that of the outcome on the binary
+    logarithm of a measure: the change with each halving, or doubling. `isoloss.statistics.clusters.slope_within` is the
+    estimate. A claim about it, but for one about flatness or the loss, is judged at the same loss, by
+    `loss_rule="adjusted"`.
+
+    Attributes:
+        names: What the first and the last model of each group are called.
+        along: The key of the measure, above 0, e.g. `minimal-trace`.
+        per: Whether the slope is per halving or per doubling of it.
+        groups: The checkpoints of each group, at least two.
+        clusters: The independent unit of each group, such as its grammar: errors are over these.
+        given: Keys of measures, above 0, whose logarithms are held constant.
+        where, case, needs_same_loss, clusters_are, slopes, not_tested: As for `Contrast`.
+
+    Example:
+        >>> from isoloss.studies import Trend
+        >>> from isoloss.studies.results import CheckpointEstimate
+        >>> def checkpoint(trace, accuracy):
+        ...     exact = {"stderr": 0, "samples": 0, "num_predictions": 9, "method": "", "inputs": "", "settings": {}}
+        ...     known = {"trace": (trace, "nats"), "probe": (accuracy, "accuracy")}
+        ...     return {k: CheckpointEstimate(value=v, unit=u, examples={}, **exact) for k, (v, u) in known.items()}
+        >>> doses = [[checkpoint(4, 0.5), checkpoint(2, 0.51)], [checkpoint(8, 0.6), checkpoint(2, 0.66)]]
+        >>> names = "sharp", "flat"
+        >>> print(Trend(names=names, along="trace", per="halving", groups=doses, clusters=("a", "b")).change("probe"))
+        2.0 ± 1.0 points per halving
+    """
+
+    names: tuple[str, str]
+    along: str
+    per: Literal["halving", "doubling"]
+    groups: Sequence[Sequence[Checkpoint]]
+    clusters: Sequence[str]
+    given: Sequence[str] = ()
+    where: str = ""
+    case: str = ""
+    needs_same_loss: bool = True
+    clusters_are: str = "grammars"
+    slopes: Mapping[str, Estimate] = field(default_factory=dict)
+    not_tested: str = ""
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Each checkpoint with the next one of its group."""
+        return [pair for group in self.groups for pair in itertools.pairwise(group)]
+
+    def change(self, key: str, factor: float = 1.0) -> Estimate:
+        """Return the slope of the estimate `key`, with its error; a factor has no meaning here."""
+        from isoloss.statistics.clusters import slope_within
+
+        if factor != 1:
+            raise IsolossError(f"a slope has no first model that the claim's factor, {factor:g}, could be of")
+        points = [checkpoint for group in self.groups for checkpoint in group]
+        place = [i for i, group in enumerate(self.groups) for _ in group]
+        outcomes, sign = [point[key] for point in points], -1 if self.per == "halving" else 1
+        scale, unit = (100, "points") if outcomes[0].unit == "accuracy" else (1, outcomes[0].unit)
+        return slope_within(
+            [scale * one.value for one in outcomes],
+            [sign * math.log2(point[self.along].value) for point in points],
+            [self.clusters[i] for i in place],
+            within=place,
+            given=[[math.log2(point[other].value) for point in points] for other in self.given],
+            unit=f"{UNITS.get(unit, unit)} per {self.per}",
+        )
+
+    def means(self, key: str) -> dict[str, Estimate]:
+        """Return the mean of the estimate `key` over the first models, and over the last, by name."""
+        ends = zip(self.names, (0, -1), strict=True)
+        return {name: mean([group[i][key] for group in self.groups], clusters=self.clusters) for name, i in ends}
+
+    def described(self, key: str, measured: Estimate) -> str:
+        """Return what the slope is along, and what the error is over."""
+        given = "".join(f", given the {name.replace('-', ' ')}" for name in self.given)
+        return (
+            f"Slope of {key} with each {self.per} of the {self.along.replace('-', ' ')}{given}, fitted within "
+            f"{len(self.groups)} groups of {len(self.groups[0])} models; 95 % interval over {measured.samples} "
+            f"{self.clusters_are} (t with {measured.samples - 1} degrees of freedom)."
+        )
+
+    def named(self, factor: float) -> str:
+        """Return what the slope is called."""
+        del factor
+        return f"per {self.per} of the {self.along.replace('-', ' ')}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
@@ -118,8 +227,8 @@ class Claim:
         id: Short name, e.g. `flatter-with-sgd`.
         statement: What is claimed, in plain words.
         direction: Direction of the measured difference, second minus first, if the claim holds.
-        of: The models that are compared: a function of the study's `Results` that returns a `Contrast`, or several with
-            a case each. It is called once for all claims that share it.
+        of: The models that are compared: a function of the study's `Results` that returns a `Contrast` or a `Trend`,
+            or several with a case each. It is called once for all claims that share it.
         measures: What is measured of them: `kl`, `flatness` (both traces), `transfer` (the probes of all tasks), or one
             of the study's measures; or the keys of estimates by case; or a function of the scale that returns these.
         role: What depends on it. The claims of the first three roles are gates, tested in this order: whether the
@@ -136,7 +245,7 @@ class Claim:
             the absence of such an effect as well. None: it is not.
         loss_rule: How the claim is judged at the same loss: the difference as it is, once the two losses are shown to
             be the same (tested), or the difference less what the difference in loss explains, by the contrast's slope
-            from other runs (adjusted).
+            from other runs (adjusted). A trend is adjusted.
         loss_margin: Equivalence margin of the loss for this claim, in nats; None: the study's. A claim with a larger
             smallest effect of interest can have a larger margin.
 
@@ -157,7 +266,7 @@ class Claim:
     id: str
     statement: str
     direction: Direction
-    of: Callable[[Results], Contrast | Sequence[Contrast]]
+    of: Callable[[Results], Contrast | Trend | Sequence[Contrast | Trend]]
     measures: str | Mapping[str, str] | Callable[[Any], Mapping[str, str]]
     role: Role = "secondary"
     case: str = ""
@@ -306,7 +415,7 @@ def check_claims(claims: Sequence[Claim], scale: AnyScale, *, has_verdicts: bool
 
 
 def planned_tests(
-    claims: Sequence[Claim], scale: AnyScale, made: Mapping[str, Sequence[Contrast]] | None = None
+    claims: Sequence[Claim], scale: AnyScale, made: Mapping[str, Sequence[Contrast | Trend]] | None = None
 ) -> int:
     """Return the number of secondary tests of a study: a claim has one for each of its cases and contrasts.
 
@@ -473,16 +582,21 @@ def judge_claims(
     """
     scale = results.scale
     check_claims(claims, scale, has_verdicts=has_verdicts)
-    by_function: dict[Any, Sequence[Contrast]] = {}
+    by_function: dict[Any, Sequence[Contrast | Trend]] = {}
     for claim in claims:
         if claim.of not in by_function:
             made = call_study_hook(f"of of the claim {claim.id}", claim.of, results)
-            by_function[claim.of] = [made] if isinstance(made, Contrast) else made
+            by_function[claim.of] = [made] if isinstance(made, Contrast | Trend) else made
     found = []
     for claim in claims:
         # without verdicts, the differences are given as they are: such a scale need not have slopes
         asked = claim if has_verdicts else dataclasses.replace(claim, loss_rule="tested")
         keys, margin = claim.keys(scale), claim.loss_margin or loss_margin
+        if asked.loss_rule == "tested" and has_verdicts and any(map(_needs_adjusting, by_function[claim.of])):
+            raise IsolossError(
+                f"claim {claim.id} is about a trend, whose many losses are not tested to be the same: set loss_rule to "
+                "'adjusted', or needs_same_loss of the trend to False"
+            )
         answers = [one for each in by_function[claim.of] for one in answer(asked, each, keys, margin=margin)]
         if not answers:
             none, why = "The study has no pair of models with this measurement.", "there are no such models"
@@ -496,10 +610,16 @@ def judge_claims(
     return tuple(dataclasses.replace(each, answers=tuple(_unjudged(one) for one in each.answers)) for each in found)
 
 
-def answer(claim: Claim, contrast: Contrast, keys: Mapping[str, str], *, margin: float = LOSS_MARGIN) -> list[Answer]:
-    """Return the answers to a claim for one contrast, one for each case in `keys`.
+def _needs_adjusting(compared: Contrast | Trend) -> bool:
+    return isinstance(compared, Trend) and compared.needs_same_loss
 
-    An answer is about second - factor * first of the estimate with the case's key.
+
+def answer(
+    claim: Claim, contrast: Contrast | Trend, keys: Mapping[str, str], *, margin: float = LOSS_MARGIN
+) -> list[Answer]:
+    """Return the answers to a claim for one contrast or trend, one for each case in `keys`.
+
+    An answer is about second - factor * first of the estimate with the case's key, or about its slope along the trend.
 
     Each is judged at 5 % without adjustment. A claim that is not about the loss needs two models of the same loss
     within a margin in nats, or a slope on the loss, unless the contrast says otherwise. What was not measured of both
@@ -523,7 +643,7 @@ def answer(claim: Claim, contrast: Contrast, keys: Mapping[str, str], *, margin:
         return [Answer(case=case, contrast=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=why)]
     gate = None
     # a claim about the loss itself cannot require that the losses are the same
-    is_needed = contrast.needs_same_loss and claim.loss_rule == "tested"
+    is_needed = isinstance(contrast, Contrast) and contrast.needs_same_loss and claim.loss_rule == "tested"
     if is_needed and loss_key(contrast.pairs) not in keys.values():
         gate = same_loss(contrast.pairs, clusters=contrast.clusters, margin=margin)
     measured = {case: key for case, key in keys.items() if all(key in one for pair in contrast.pairs for one in pair)}
@@ -535,35 +655,31 @@ def same_loss(pairs: Sequence[Pair], *, clusters: Sequence[str] = (), margin: fl
     return equivalence(change(pairs, loss_key(pairs), clusters=clusters), margin, alpha=ALPHA)
 
 
-def _answer(claim: Claim, contrast: Contrast, key: str, case: str, gate: Equivalence | None) -> Answer:
-    (first, second), pairs, factor = contrast.names, contrast.pairs, claim.factor
-    measured = change(pairs, key, factor=factor, clusters=contrast.clusters)
-    explanation = f"{second} vs. {first}, {_paired_over(measured, contrast, key)}."
+def _answer(claim: Claim, contrast: Contrast | Trend, key: str, case: str, gate: Equivalence | None) -> Answer:
+    pairs, measured = contrast.pairs, contrast.change(key, claim.factor)
+    explanation = contrast.described(key, measured)
     if gate is not None and not gate.shown:
         loss = "KL" if loss_key(pairs) == "kl" else "loss"
+        assert isinstance(contrast, Contrast)  # a trend has no test of equal loss
+        first, second = contrast.names
         explanation = (
             f"The two models are not shown to have the same loss: the {loss} of {second} minus that of {first} is "
             f"{gate.difference}, {gate}. {explanation}"
         )
-    adjusted = _at_same_loss(contrast, key, measured)
-    name = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"
-    judged = measured
+    adjusted = at_same_loss(contrast, key, claim.factor)
+    judged, name = measured, contrast.named(claim.factor)
     if claim.loss_rule == "adjusted":
         if adjusted is None:
             raise IsolossError(
-                f"loss_rule of the claim {claim.id} is 'adjusted', but the contrast of {first} and {second} has no "
-                f"slope of {key} on the loss: give it in Contrast.slopes, or set loss_rule to 'tested'"
+                f"loss_rule of the claim {claim.id} is 'adjusted', but there is no slope of {key} on the loss: give it "
+                f"in the slopes of its {type(contrast).__name__}, or set loss_rule to 'tested'"
             )
         judged, name = adjusted, f"{name} at the same loss"
-        explanation = f"{explanation} The difference without the adjustment to the same loss is {measured}."
-    numbers = {
-        name: mean([pair[i][key] for pair in pairs], clusters=contrast.clusters)
-        for i, name in enumerate(contrast.names)
-    }
+        explanation = f"{explanation} Without the adjustment to the same loss it is {measured}."
     found = Answer(
         case=_case(case, contrast.case),
         contrast=contrast.case,
-        numbers={**numbers, name: judged},
+        numbers={**contrast.means(key), name: judged},
         verdict=Verdict.NOT_TESTED,
         explanation=f"{explanation} {contrast.where}".rstrip(),
         difference=judged,
@@ -724,13 +840,16 @@ def _reason(claim: Claim, gate: Sequence[Answer]) -> tuple[str, str]:
     return short, f"{sentence} ({claim.id}: {'; '.join(effects) or 'not tested'})."
 
 
-def _at_same_loss(contrast: Contrast, key: str, measured: Estimate) -> Estimate | None:
-    if key not in contrast.slopes:
+def at_same_loss(compared: Contrast | Trend, key: str, factor: float = 1.0) -> Estimate | None:
+    """Return the difference, or slope, of an estimate less what the loss explains of it; None without a slope on it."""
+    if key not in compared.slopes:
         return None
     from isoloss.statistics.clusters import adjusted_to_loss
 
-    loss = change(contrast.pairs, loss_key(contrast.pairs), clusters=contrast.clusters)
-    return adjusted_to_loss(measured, loss, contrast.slopes[key], same_clusters=False)
+    loss, slope = compared.change(loss_key(compared.pairs)), compared.slopes[key]
+    # a slope that is over clusters is of this study's own, over the same ones
+    is_own = "labels" in slope.details
+    return adjusted_to_loss(compared.change(key, factor), loss, slope, same_clusters=is_own)
 
 
 def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:

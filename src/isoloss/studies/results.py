@@ -348,6 +348,22 @@ def averaged(of_one_run: Sequence[CheckpointEstimate]) -> CheckpointEstimate:
     return dataclasses.replace(first, value=statistics.fmean(one.value for one in of_one_run), examples=examples)
 
 
+def combined(checkpoint: Checkpoint, weights: Mapping[str, float]) -> CheckpointEstimate:
+    """Return the sum of some estimates of a checkpoint times weights, such as the mean of probes, by their keys.
+
+    They are of one unit, and of the same examples or draws, whose influences add up.
+    """
+    first, *others = (checkpoint[key] for key in weights)
+    if any((one.unit, one.samples) != (first.unit, first.samples) for one in others):
+        raise IsolossError(f"{', '.join(weights)} are not of one unit and the same examples, so they have no sum")
+    value = sum(weight * checkpoint[key].value for key, weight in weights.items())
+    if first.is_exact:
+        return dataclasses.replace(first, value=value)
+    influence = np.sum([weight * checkpoint[key].examples["influence"] for key, weight in weights.items()], axis=0)
+    error = math.sqrt(float(np.square(influence).sum()) / (first.samples * (first.samples - 1)))
+    return dataclasses.replace(first, value=value, stderr=error, examples={"influence": influence})
+
+
 def _by_example(one: CheckpointEstimate) -> Estimate:
     """Return an estimate with what each example adds to it, and the error that follows from that alone."""
     if "influence" not in one.examples:

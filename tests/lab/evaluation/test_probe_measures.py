@@ -1,5 +1,6 @@
 """Probes over all sentences, of few sentences and of projections: against loops over sentences, scipy and numpy."""
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -417,3 +418,25 @@ def test_languages_that_cannot_be_enumerated_are_refused():
     brackets = context_of(BracketsConfig(length=4).build())
     reason = make_measure("probe-mismatch", WHOLE).why_not_applicable(brackets)
     assert reason == "num_test is all, but the task mismatch has sentences of its own: give num_test as a number"
+
+
+def test_an_exact_rescaling_moves_a_few_shot_probe_but_not_the_invariant_one(context, language):
+    settings = {"num_test": "all", "probe_draws": 3, "probe_regularization": (1e-2,)}
+    model = make_model(ModelConfig(size="d16"), language, seed=0).eval()
+    with torch.no_grad():
+        # the last norm's gain, which the head can undo
+        draws = torch.Generator().manual_seed(1)
+        other = copy.deepcopy(model)
+        norm = other.base_model.encoder.layer[-1].output.LayerNorm
+        factors = torch.exp(2 * torch.randn(16, generator=draws))
+        norm.weight *= factors
+        norm.bias *= factors
+    by_name = {
+        name: [accuracy(f"{name}-prefix-2-8", settings, one, context) for one in (model, other)]
+        for name in ("few-shot", "invariant-few-shot")
+    }
+    plain, invariant = by_name["few-shot"], by_name["invariant-few-shot"]
+    assert plain[0].value != plain[1].value
+    assert invariant[0].value == invariant[1].value
+    assert (invariant[0].influence == invariant[1].influence).all()
+    assert invariant[0].value > 0.4

@@ -7,7 +7,12 @@ import pytest
 from distributed_workers import examples, language_of
 from running import SGD_MOMENTUM, content, small, validate
 
-from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
+from isoloss.lab.training.algorithms.config import (
+    AdversarialConfig,
+    FeatureEntropyConfig,
+    FisherPenaltyConfig,
+    SAMConfig,
+)
 from isoloss.lab.training.train import Interrupted, train
 from isoloss.registry import ALGORITHMS, MODELS, OPTIMIZERS
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig
@@ -29,6 +34,7 @@ RUNS = {
     "sam by sgd": {"algorithm": SAMConfig(), "optimizer": SGD_MOMENTUM},
     "adversarial": {"algorithm": ADVERSARY},
     "fisher-penalty": {"algorithm": FisherPenaltyConfig(sentences=3)},
+    "feature-entropy": {"algorithm": FeatureEntropyConfig(sentences=8)},
     "sgd with momentum": {"optimizer": SGD_MOMENTUM},
     "cosine, clipped": {"optimizer": OptimizerConfig(warmup_proportion=0.3, schedule="cosine", max_grad_norm=0.5)},
     "linear, in parts": {"optimizer": OptimizerConfig(warmup_steps=3, schedule="linear"), "micro_batch_size": 3},

@@ -8,7 +8,12 @@ from running import small, validate
 from toy_language import PairLanguage
 
 from isoloss.errors import IsolossError
-from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
+from isoloss.lab.training.algorithms.config import (
+    AdversarialConfig,
+    FeatureEntropyConfig,
+    FisherPenaltyConfig,
+    SAMConfig,
+)
 from isoloss.lab.training.train import train
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig
 from isoloss.runs import Run
@@ -38,6 +43,10 @@ COMPILED, FSDP = {"compiled": True}, {"parallel": "fsdp"}
         (
             {"algorithm": AdversarialConfig(task_examples=255)},
             r"draws 128 \+ 128 examples per step from .*, 255",
+        ),
+        (
+            {"algorithm": FeatureEntropyConfig(weight=0)},
+            "the weight of the feature entropy is 0; it must be finite",
         ),
         ({"algorithm": FisherPenaltyConfig(weight=math.nan)}, "weight of the Fisher penalty is nan; it must be finite"),
         ({"algorithm": FisherPenaltyConfig(parameters=())}, "parameters is empty: give a pattern of their names"),

@@ -17,7 +17,14 @@ from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.models.make import make_model
 from isoloss.lab.training.algorithms.adversarial import Adversarial
 from isoloss.lab.training.algorithms.base import TrainingAlgorithm
-from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, GradientConfig, SAMConfig
+from isoloss.lab.training.algorithms.config import (
+    AdversarialConfig,
+    FeatureEntropyConfig,
+    FisherPenaltyConfig,
+    GradientConfig,
+    SAMConfig,
+)
+from isoloss.lab.training.algorithms.feature_entropy import FeatureEntropy
 from isoloss.lab.training.algorithms.fisher_penalty import FisherPenalty
 from isoloss.lab.training.algorithms.sam import SAM
 from isoloss.lab.training.train import Interrupted, train
@@ -27,12 +34,15 @@ from isoloss.runs import Run
 from isoloss.seeds import generator
 
 ADVERSARIAL = AdversarialConfig(head_examples=8, loss_examples=4, task_examples=40)
-EACH = [GradientConfig(), SAMConfig(), SAMConfig(batch="same"), ADVERSARIAL, FisherPenaltyConfig(sentences=3)]
+EACH = [
+    *(GradientConfig(), SAMConfig(), SAMConfig(batch="same"), ADVERSARIAL),
+    *(FisherPenaltyConfig(sentences=3), FeatureEntropyConfig(sentences=8)),
+]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
-    list(zip(EACH, [TrainingAlgorithm, SAM, SAM, Adversarial, FisherPenalty], strict=True)),
+    list(zip(EACH, [TrainingAlgorithm, SAM, SAM, Adversarial, FisherPenalty, FeatureEntropy], strict=True)),
 )
 def test_a_config_builds_its_algorithm(algorithm, expected):
     config = small(algorithm=algorithm)
@@ -47,6 +57,7 @@ def test_what_an_algorithm_computes_is_in_the_metrics(tmp_path):
         (SAMConfig(), ["loss_at_ascent_nats"]),
         (ADVERSARIAL, ["adversary_loss", "adversary_accuracy"]),
         (FisherPenaltyConfig(), ["trace_estimate"]),
+        (FeatureEntropyConfig(), ["feature_entropy"]),
     ]:
         run = Run(tmp_path / algorithm.kind)
         train(run, small(algorithm=algorithm), PairLanguage(), task_examples=examples)
@@ -72,7 +83,7 @@ def test_an_unknown_algorithm_or_field_is_refused():
     document = configs.to_dict(TrainConfig(language=PCFGConfig()))
     with pytest.raises(
         IsolossError,
-        match="algorithm is one of gradient, sam, adversarial, fisher-penalty, not 'lion'",
+        match="algorithm is one of gradient, sam, adversarial, fisher-penalty, feature-entropy, not 'lion'",
     ):
         configs.from_dict(TrainConfig, {**document, "algorithm": {"kind": "lion"}})
     with pytest.raises(IsolossError, match="rho"):

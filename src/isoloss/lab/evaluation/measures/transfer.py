@@ -387,6 +387,17 @@ class FewShot(_ProbeMeasure):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InvariantFewShot(FewShot):
+    """The same probes on features of one variance each, which no exact rescaling of the model can change."""
+
+    def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
+        # of all sentences alike: with few examples their own deviations would add noise
+        scale = test_x.std(dim=0)
+        scale[scale == 0] = 1.0
+        return super()._fit(train_x / scale, train_y, test_x / scale, classes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Projected(_ProbeMeasure, Trained):
     """Accuracy of convex probes on random projections to a width, for models of several, e.g. projected-root-64."""
 

@@ -115,3 +115,23 @@ class FisherPenaltyConfig(AlgorithmConfig):
             raise IsolossError(
                 f"fisher-penalty's sentences are {self.sentences}; {num_processes} processes need at least one each"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureEntropyConfig(AlgorithmConfig):
+    """The loss minus `weight` times the entropy of the features' spectrum, whose exponential is the effective rank."""
+
+    algorithm: ClassVar[str] = "isoloss.lab.training.algorithms.feature_entropy:FeatureEntropy"
+    kind: Literal["feature-entropy"] = "feature-entropy"
+    weight: float = 1e-2
+    """Weight of the entropy in the objective: above 0 for features of a higher effective rank, below 0 for a lower."""
+    sentences: int = setting(128, minimum=2)
+    """Sentences per step whose features are taken; the entropy is at most the logarithm of this number less one."""
+
+    def check_fields(self) -> None:
+        """Refuse a weight that does nothing."""
+        if not math.isfinite(self.weight) or self.weight == 0:
+            raise IsolossError(
+                f"the weight of the feature entropy is {self.weight}; it must be finite, and not 0 (choose the "
+                "algorithm gradient)"
+            )
