@@ -17,7 +17,7 @@ import polars as pl
 from scipy.stats import t
 
 RESULTS = Path(__file__).parent
-PILOT = RESULTS.parent / "src/isoloss/paper/dose_response_pilot.toml"
+PILOT = RESULTS / "dose-response/pilot.toml"
 DOSE_RESPONSE = ("dose-response", "dose-response-repeated")
 OPTIMIZERS = ("optimizers", "optimizers-repeated")
 
