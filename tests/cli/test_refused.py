@@ -136,7 +136,7 @@ EARLY = {
         "pcfg-laptop --save language.bin": "the file of a language is called NAME.safetensors, not language.bin",
         "dyck-2 --conditionals -1": "conditionals is -1; it must be at least 0 (0: none)",
         "pcfg-laptop --entropy-sentences 1": "--entropy-sentences is 1; an estimate with an error needs at least 2",
-        "pcfg-laptop --entropy-sentences -5": "sentences is -5; it must be at least 0 (0: none)",
+        "pcfg-laptop --entropy-sentences -5": "entropy_sentences is -5; it must be at least 0 (0: none)",
         "dyck-2 --overwrite": "--overwrite needs --save: nothing else is written",
         "dyck-2 --num-sentences 0": "num_sentences is 0; it must be at least 1",
         "dyck-2 --num-sentences 99999999999": "it needs at least 27,940 GiB of memory, and this machine has",

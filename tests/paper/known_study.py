@@ -20,7 +20,7 @@ KEYS = {
     "rescaling-control": ("trace-rescaled-at-random", "minimal-trace-rescaled-at-random"),
     "span-1": ("layer-0", "layer-1", "layer-2", "bayes", "majority"),
 }
-ACCURACIES = ("prefix-", "root", "layer-", "bayes", "majority", "needed-", "spare-")
+ACCURACIES = ("prefix-", "root", "level-", "layer-", "bayes", "majority", "needed-", "spare-")
 
 
 class Known(Results):

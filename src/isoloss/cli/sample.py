@@ -52,7 +52,7 @@ class Args:
     conditionals: int | None = configs.setting(None, minimum=0, note="0: none")
     """How many tokens of the first sentence to mask, one at a time, and list the likeliest tokens for; default: 3, or 1
     for a causal model."""
-    sentences: int | None = configs.setting(None, minimum=0, note="0: none")
+    entropy_sentences: int | None = configs.setting(None, minimum=0, note="0: none")
     """Sentences to estimate the entropy on (0: leave it out); default: 2000; 0 for a causal model and for a grammar of
     over 5,000 rules, which are slow."""
     save: Path | None = None
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
 def _check_numbers(args: Args) -> None:
     configs.check(args)
     check_fits(args.num_sentences * BYTES_PER_SENTENCE, f"--num-sentences is {args.num_sentences:,}")
-    if args.sentences == 1:
+    if args.entropy_sentences == 1:
         raise IsolossError("--entropy-sentences is 1; an estimate with an error needs at least 2 (0: none)")
     if args.overwrite and args.save is None:
         raise IsolossError("--overwrite needs --save: nothing else is written")
@@ -135,7 +135,7 @@ def _check_effects(args: Args, language: Language) -> None:
             f"--states is for a hidden Markov model: the sentences of {args.language} have no hidden states"
         )
     if not language.is_exact:
-        exact = {"--conditionals": args.conditionals, "--entropy-sentences": args.sentences}
+        exact = {"--conditionals": args.conditionals, "--entropy-sentences": args.entropy_sentences}
         if chosen := [name for name, value in exact.items() if value is not None]:
             raise IsolossError(
                 f"the probabilities of {args.language} are not known, for it is text: leave out {', '.join(chosen)}"
@@ -157,7 +157,7 @@ def _truth(
             row["conditional_entropy_nats"] = padded[: len(row["tokens"])]
     number = args.conditionals if args.conditionals is not None else 1 if is_slow else CONDITIONALS
     conditionals = _conditionals(language, sentences, number)
-    draws = args.sentences
+    draws = args.entropy_sentences
     if draws is None:
         draws = 0 if language.has_slow_entropy else ENTROPY_SENTENCES
         if not draws and not is_slow:
@@ -169,7 +169,7 @@ def _truth(
     if language.has_slow_entropy and not is_slow:
         common.note(f"estimating the entropy of {args.language} on {draws:,} sentences, which takes minutes")
     entropy = languages.entropy(language, num_sentences=draws, seed=args.seed)
-    if args.sentences and not entropy.masked_token.samples:
+    if args.entropy_sentences and not entropy.masked_token.samples:
         raise IsolossError(f"the entropy of {args.language} has a closed form: leave out --entropy-sentences")
     return conditionals, entropy
 

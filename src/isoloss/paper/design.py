@@ -12,16 +12,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from isoloss import config
 from isoloss.config import LanguageConfig
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies import Experiment, Measurement
-from isoloss.studies.results import Checkpoint, Pair, Results
+from isoloss.studies.claims import Contrast, Trend
+from isoloss.studies.results import Checkpoint, Pair, Results, combined
 
 # what is added to a unit's seed: for what follows its first run, and for the measures. Units of one language have
 # consecutive seeds, fewer than 30, and languages are 100 apart: no two streams meet
@@ -168,6 +170,92 @@ def ends_of(results: Results, units: Iterable[Unit], arm: str) -> list[Checkpoin
 def pairs_of(results: Results, units: Sequence[Unit], control: str, arm: str) -> list[Pair]:
     """Return the last checkpoints of a control and of an arm, by unit."""
     return list(zip(ends_of(results, units, control), ends_of(results, units, arm), strict=True))
+
+
+# --- models of one loss ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtOneLoss(OverGrammars):
+    """A study of models that end at one KL; what is left of its differences is taken out by slopes on the KL."""
+
+    target_kl: float  # nats per predicted token: where every arm ends
+
+    needed: ClassVar[tuple[str, ...]]  # arms, of which a unit must have results
+    falling: ClassVar[tuple[str, str]]  # two arms between which the KL falls and else nothing is done
+    parts: ClassVar[tuple[str, ...]] = ("attention", "mlp")  # of the minimal trace
+
+    def title(self, arm: str) -> str:
+        """Return what an arm is called in figures and tables."""
+        raise NotImplementedError
+
+    @property
+    def adjusted(self) -> tuple[str, ...]:
+        """The estimates that claims are about."""
+        raise NotImplementedError
+
+    def sums(self, end: Checkpoint) -> dict[str, Mapping[str, float]]:
+        """Return what is made of a checkpoint's estimates: their weights, by the new estimate's key."""
+        return {part: {key: 1.0 for key in end if key.startswith(f"{part}-")} for part in self.parts}
+
+    def complete(self, results: Results) -> list[Unit]:
+        """Return the units that have results for all arms."""
+        return units_with(results, *self.needed)
+
+    def at_end(self, results: Results, arm: str) -> list[Checkpoint]:
+        """Return the last checkpoint of an arm, by unit, with what is made of its estimates."""
+        ends = ends_of(results, self.complete(results), arm)
+        return [{**end, **{key: combined(end, weights) for key, weights in self.sums(end).items()}} for end in ends]
+
+    def pairs(self, results: Results, control: str, arm: str) -> list[Pair]:
+        """Return the last checkpoints of a control and of an arm, by unit."""
+        return list(zip(self.at_end(results, control), self.at_end(results, arm), strict=True))
+
+    def loss_slopes(self, results: Results) -> dict[str, Estimate]:
+        """Return the slope on the KL of each estimate that claims are about."""
+        units, ends = self.complete(results), [end for arm in self.falling for end in self.at_end(results, arm)]
+        losses, clusters, groups = (
+            [end["kl"].value for end in ends],
+            clusters_of(units) * 2,
+            [u.prefix for u in units] * 2,
+        )
+        return {key: _slope(ends, key, losses, clusters, groups) for key in self.adjusted}
+
+
+def _slope(
+    ends: Sequence[Checkpoint], key: str, losses: Sequence[float], clusters: Sequence[str], groups: Sequence[str]
+) -> Estimate:
+    scale, unit = (100, PER_NAT) if ends[0][key].unit == "accuracy" else (1, f"{ends[0][key].unit} per nat")
+    return slope_within([scale * end[key].value for end in ends], losses, clusters, within=groups, unit=unit)
+
+
+def against(results: Results, *, arm: str, control: str) -> Contrast:
+    """Return an arm against a control on the same units."""
+    scale: AtOneLoss = results.scale
+    return Contrast(
+        names=(scale.title(control), scale.title(arm)),
+        pairs=scale.pairs(results, control, arm),
+        clusters=clusters_of(scale.complete(results)),
+        where=f"Both where the KL has come down to {scale.target_kl:g}.",
+        slopes=scale.loss_slopes(results),
+    )
+
+
+def trend(
+    results: Results, *, along: str, per: Literal["halving", "doubling"], arms: Sequence[str], given: str = ""
+) -> Trend:
+    """Return the arms of each unit as a trend along a measure."""
+    scale: AtOneLoss = results.scale
+    return Trend(
+        names=(scale.title(arms[0]), scale.title(arms[-1])),
+        along=along,
+        per=per,
+        groups=list(zip(*(scale.at_end(results, arm) for arm in arms), strict=True)),
+        clusters=clusters_of(scale.complete(results)),
+        given=(given,) if given else (),
+        where=f"All where the KL has come down to {scale.target_kl:g}.",
+        slopes=scale.loss_slopes(results),
+    )
 
 
 # --- pilots ----------------------------------------------------------------------------------------------------------

@@ -13,20 +13,20 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.lab.training.algorithms.config import AdversarialConfig, FeatureEntropyConfig, FisherPenaltyConfig
 from isoloss.paper.design import (
-    OverGrammars,
+    AtOneLoss,
     Unit,
     adamw,
+    against,
     clusters_of,
     continued,
-    ends_of,
     exact_labels,
     small_bert,
-    units_with,
+    trend,
 )
 from isoloss.paper.tables import (
     OVER,
@@ -37,18 +37,16 @@ from isoloss.paper.tables import (
     has_several_languages,
     means,
     num_above_target,
-    slope,
 )
 from isoloss.report import charts, data
 from isoloss.report.charts import Spec, layer, nominal
 from isoloss.report.html import Card
 from isoloss.report.study_page import Figure
 from isoloss.run_config import StageConfig, TrainConfig
-from isoloss.statistics.estimate import Estimate
 from isoloss.studies import Experiment, PageParts, Study
 from isoloss.studies.answer import card_of
-from isoloss.studies.claims import Claim, ClaimResult, Contrast, Trend, at_same_loss
-from isoloss.studies.results import Checkpoint, Pair, Results, change, combined, difference
+from isoloss.studies.claims import Claim, ClaimResult, at_same_loss
+from isoloss.studies.results import Checkpoint, Pair, Results, change, difference
 from isoloss.studies.summary import SummaryTable
 
 BASE, CONTROL, SHAM, HELPER = "base", "control", "sham", "helper"
@@ -64,22 +62,20 @@ OTHER_SENTENCES = 15  # added to the seed of the control, whose sentences are ot
 FEATURES = ("effective-rank", "effective-dimension", "cka-truth")
 # made from the probes of a checkpoint
 TRANSFER, INVARIANT, NEEDED_MORE = "prefix-mean", "invariant-prefix-mean", "needed-minus-spare"
-PARTS = ("attention", "mlp")  # of the minimal trace
-FACTORS = (*TRACES, *PARTS)  # what is compared by factors
+FACTORS = (*TRACES, *AtOneLoss.parts)  # what is compared by factors
 
 
 # --- the design ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoseResponse(OverGrammars):
+class DoseResponse(AtOneLoss):
     """A scale of the study."""
 
     size: str = "d32"  # of the model
     layers: int = 2
     batch_size: int = 64
     base_kl: float  # nats per masked token: where the base ends
-    target_kl: float  # where the cooldown of every arm ends
     base_steps: int  # of the base: AdamW with exact labels, at most
     steps: int  # of the stage that differs between arms
     weights: tuple[float, float, float]  # of the penalty for a flatter model, ascending
@@ -95,6 +91,28 @@ class DoseResponse(OverGrammars):
     shots: tuple[int, ...] = (30, 100)  # training examples of their few-shot probes
     pair: tuple[str, str] = ("needed-2", "spare-2")  # what later tokens need of the first two, and what they do not
     pair_shots: int = 50  # training examples of these
+
+    needed: ClassVar[tuple[str, ...]] = (BASE, *ARMS)
+    falling: ClassVar[tuple[str, str]] = (BASE, SHAM)
+
+    @property
+    def adjusted(self) -> tuple[str, ...]:
+        """The estimates that claims are about."""
+        return (*TRACES, "effective-rank", TRANSFER, INVARIANT, NEEDED_MORE, *self.probes.values())
+
+    def sums(self, end: Checkpoint) -> dict[str, Mapping[str, float]]:
+        """Return the means of probes, what is needed minus what is not, and parts of the minimal trace."""
+        needed, spare = (f"few-shot-{task}-{self.pair_shots}" for task in self.pair)
+        return {
+            TRANSFER: dict.fromkeys(self.transfer, 1 / len(self.transfer)),
+            INVARIANT: dict.fromkeys((f"invariant-{key}" for key in self.transfer), 1 / len(self.transfer)),
+            NEEDED_MORE: {needed: 1.0, spare: -1.0},
+            **super().sums(end),
+        }
+
+    def title(self, arm: str) -> str:
+        """Return what an arm is called in figures and tables."""
+        return self.titles[arm]
 
     @property
     def probes(self) -> dict[str, str]:
@@ -231,72 +249,6 @@ SCALES: Mapping[str, DoseResponse] = {
 # --- what is claimed --------------------------------------------------------------------------------------------------
 
 
-def at_end(results: Results, units: Sequence[Unit], arm: str) -> list[Checkpoint]:
-    """Return the last checkpoint of an arm, by unit, with what is made from its estimates."""
-    scale: DoseResponse = results.scale
-    needed, spare = (f"few-shot-{task}-{scale.pair_shots}" for task in scale.pair)
-
-    def sums(end: Checkpoint) -> dict[str, Mapping[str, float]]:
-        return {
-            TRANSFER: dict.fromkeys(scale.transfer, 1 / len(scale.transfer)),
-            INVARIANT: dict.fromkeys((f"invariant-{key}" for key in scale.transfer), 1 / len(scale.transfer)),
-            NEEDED_MORE: {needed: 1.0, spare: -1.0},
-            **{part: {key: 1.0 for key in end if key.startswith(f"{part}-")} for part in PARTS},
-        }
-
-    ends = ends_of(results, units, arm)
-    return [{**end, **{key: combined(end, weights) for key, weights in sums(end).items()}} for end in ends]
-
-
-def against_control(results: Results, *, arm: str, control: str = SHAM) -> Contrast:
-    """Return an arm against its control; the pair of a grammar and seed has the same base."""
-    scale: DoseResponse = results.scale
-    units = complete(results)
-    return Contrast(
-        names=(scale.titles[control], scale.titles[arm]),
-        pairs=list(zip(at_end(results, units, control), at_end(results, units, arm), strict=True)),
-        clusters=clusters_of(units),
-        where=_where(scale),
-        slopes=loss_slopes(results),
-    )
-
-
-def trend(
-    results: Results, *, along: str, per: Literal["halving", "doubling"], arms: Sequence[str], given: str = ""
-) -> Trend:
-    """Return the arms of each base as a trend along a measure."""
-    units = complete(results)
-    by_arm = [at_end(results, units, arm) for arm in arms]
-    return Trend(
-        names=(results.scale.titles[arms[0]], results.scale.titles[arms[-1]]),
-        along=along,
-        per=per,
-        groups=list(zip(*by_arm, strict=True)),
-        clusters=clusters_of(units),
-        given=(given,) if given else (),
-        where=_where(results.scale),
-        slopes=loss_slopes(results),
-    )
-
-
-def _where(scale: DoseResponse) -> str:
-    return f"All where the cooldown reached a KL of {scale.target_kl:g}."
-
-
-def loss_slopes(results: Results) -> dict[str, Estimate]:
-    """Return the slope on the KL of each estimate that claims are about, from the bases to the shams."""
-    units = complete(results)
-    ends = [*at_end(results, units, BASE), *at_end(results, units, SHAM)]
-    groups = [unit.prefix for unit in units] * 2
-    keys = (*TRACES, *FEATURES, TRANSFER, INVARIANT, NEEDED_MORE, *results.scale.probes.values())
-    return {key: slope(ends, [*units, *units], key, within=groups) for key in keys}
-
-
-def complete(results: Results) -> list[Unit]:
-    """Return the units that have results for all arms."""
-    return units_with(results, BASE, *ARMS)
-
-
 def helped_task(scale: DoseResponse) -> Mapping[str, str]:
     """Return the probe of the helper's task on the fewest examples."""
     return dict(itertools.islice(scale.probes.items(), 1))
@@ -336,7 +288,7 @@ CLAIMS = (
         id="flatter",
         statement="At the same loss, the strongest penalty makes a flatter model than the strongest reward",
         role="manipulation check",
-        of=functools.partial(against_control, arm="flat-3", control="sharp-3"),
+        of=functools.partial(against, arm="flat-3", control="sharp-3"),
         measures="flatness",
         direction="decrease",
         loss_rule="adjusted",
@@ -345,7 +297,7 @@ CLAIMS = (
         id="helper",
         statement="At the same loss, a model that was trained with the task transfers better from few examples",
         role="positive control",
-        of=functools.partial(against_control, arm=HELPER),
+        of=functools.partial(against, arm=HELPER, control=SHAM),
         measures=helped_task,
     ),
     _interesting(
@@ -382,13 +334,13 @@ CLAIMS = (
     _better(
         id="wider",
         statement="At the same loss, the bonus on the entropy of the features raises their effective rank",
-        of=functools.partial(against_control, arm=WIDER, control=NARROWER),
+        of=functools.partial(against, arm=WIDER, control=NARROWER),
         measures={"": "effective-rank"},
     ),
     _better(
         id="wider-transfer",
         statement="At the same loss, it also raises few-shot accuracy",
-        of=functools.partial(against_control, arm=WIDER, control=NARROWER),
+        of=functools.partial(against, arm=WIDER, control=NARROWER),
         measures=MEAN,
     ),
     _better(
@@ -412,7 +364,7 @@ CLAIMS = (
     Claim(
         id="sham",
         statement="The sham transfers as AdamW on other sentences does: the negative control",
-        of=functools.partial(against_control, arm=SHAM, control=CONTROL),
+        of=functools.partial(against, arm=SHAM, control=CONTROL),
         measures=MEAN,
         direction="no change within",
         margin=0.5,
@@ -427,18 +379,18 @@ CLAIMS = (
 def tables(results: Results) -> Sequence[SummaryTable]:
     """Return the tables: all arms, their differences from the sham, the trends, and what is adjusted."""
     scale: DoseResponse = results.scale
-    units = complete(results)
+    units = scale.complete(results)
     if not has_several_languages(units):
         return ()
     made = (TRANSFER, INVARIANT, NEEDED_MORE)
-    keys = ("kl", *TRACES, *PARTS, *FEATURES, *made, *scale.probes.values())
-    ends = {arm: at_end(results, units, arm) for arm in ARMS}
+    keys = ("kl", *FACTORS, *FEATURES, *made, *scale.probes.values())
+    ends = {arm: scale.at_end(results, arm) for arm in ARMS}
     arms = [
         ((scale.titles[arm], num_above_target(some, scale.target_kl)), means(some, units, keys))
         for arm, some in ends.items()
     ]
     differences = [
-        ((scale.titles[arm],), changes(list(zip(ends[SHAM], ends[arm], strict=True)), units, keys, as_factors=FACTORS))
+        ((scale.titles[arm],), changes(scale.pairs(results, SHAM, arm), units, keys, as_factors=FACTORS))
         for arm in ARMS
         if arm != SHAM
     ]
@@ -452,7 +404,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         "the same, given the minimal trace": functools.partial(_doubling, arms=RANKED, given="minimal-trace"),
         "halving of it, given the rank": functools.partial(_halving, arms=RANKED, given="effective-rank"),
     }
-    slopes = loss_slopes(results)
+    slopes = scale.loss_slopes(results)
     untrained = means([results.at(unit.run(BASE), 0) for unit in units], units, scale.probes.values())
     return (
         SummaryTable(
@@ -551,14 +503,21 @@ def dose_response(results: Results, shown: Sequence[tuple[str, str]]) -> Spec:
 
     It has the difference from the sham against the minimal trace over the sham's.
     """
-    units = complete(results)
-    grammars = {name: [unit for unit in units if clusters_of([unit]) == [name]] for name in clusters_of(units)}
+    scale: DoseResponse = results.scale
+    clusters = clusters_of(scale.complete(results))
+    pairs = {arm: scale.pairs(results, SHAM, arm) for arm in RANKED}
+    of_grammar = {
+        name: {
+            arm: [pair for pair, own in zip(some, clusters, strict=True) if own == name] for arm, some in pairs.items()
+        }
+        for name in clusters
+    }
     colors = {"domain": list(SERIES), "range": list(data.COLORS[: len(SERIES)])}
     color = nominal("series", title=None, scale=colors)
     panels = []
     for title, key in shown:
-        thin = [row for some in grammars.values() for row in _curve(results, some, "Penalty", key)]
-        means = [row for series in SERIES for row in _curve(results, units, series, key)]
+        thin = [row for name, some in of_grammar.items() for row in _curve(scale, some, [name], "Penalty", key)]
+        means = [row for series in SERIES for row in _curve(scale, pairs, clusters, series, key)]
         across = [row[name] for row in (*thin, *means) for name in ("trace", "trace_low", "trace_high") if name in row]
         up = [row[name] for row in (*thin, *means) for name in ("value", "low", "high") if name in row]
         x = charts.axis("trace", "Minimal trace over the sham's (left: flatter)", data.ends(across, log=True), log=True)
@@ -584,14 +543,14 @@ def dose_response(results: Results, shown: Sequence[tuple[str, str]]) -> Spec:
     return charts.concat(panels, "Bars: 95 % confidence intervals over grammars")
 
 
-def _curve(results: Results, units: Sequence[Unit], series: str, key: str) -> list[Row]:
+def _curve(
+    scale: DoseResponse, by_arm: Mapping[str, Sequence[Pair]], clusters: Sequence[str], series: str, key: str
+) -> list[Row]:
     """Return the points of a series: differences from the sham, with intervals where there are several grammars."""
-    scale: DoseResponse = results.scale
-    clusters = clusters_of(units)
     rows = []
     for dose, arm in enumerate(SERIES[series]):
         row: Row = {"series": series, "of": clusters[0], "dose": dose, "arm": scale.titles[arm]}
-        pairs: list[Pair] = list(zip(*(at_end(results, units, name) for name in (SHAM, arm)), strict=True))
+        pairs = by_arm[arm]
         if arm == SHAM:
             row |= {"trace": 1.0, "value": 0.0}
         elif len(set(clusters)) > 2:  # the intervals of two would leave no room for the points

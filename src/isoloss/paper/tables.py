@@ -56,16 +56,10 @@ def factor(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimate
     return dataclasses.replace(mean, value=value, stderr=value * mean.stderr, influence=None)
 
 
-def slope(
-    ends: Sequence[Checkpoint], units: Sequence[Unit], key: str, *, within: Sequence[str] | None = None
-) -> Estimate:
-    """Return the slope of an estimate on the KL, over a checkpoint for each of the units, by default within languages.
-
-    Of an accuracy it is in percentage points.
-    """
-    scale, unit = (100, PER_NAT) if ends[0][key].unit == "accuracy" else (1, f"{ends[0][key].unit} per nat")
-    outcomes, losses = [scale * end[key].value for end in ends], [end["kl"].value for end in ends]
-    return slope_within(outcomes, losses, clusters_of(units), within=within, unit=unit)
+def slope(ends: Sequence[Checkpoint], units: Sequence[Unit], key: str) -> Estimate:
+    """Return the slope of an accuracy on the KL within languages, over a checkpoint for each of the units."""
+    accuracies, losses = [100 * end[key].value for end in ends], [end["kl"].value for end in ends]
+    return slope_within(accuracies, losses, clusters_of(units), unit=PER_NAT)
 
 
 def num_above_target(ends: Iterable[Checkpoint], target_kl: float) -> int:
