@@ -1,8 +1,8 @@
 """Does Adam keep the trace term of Theorem 3.3? Adam on label noise, against two flows along the minimizers.
 
-Adam divides each gradient by the root of its mean square, at a minimizer the root of the Hessian's diagonal over B
-(Lemma 3.2). So in the coordinates theta / D^(1/2), D = diag(H)^(-1/2), Adam is SGD. There the trace of the Hessian is
-R = sum_i sqrt(H_ii), whose gradient at constant D is twice that of R, and the projection along the minimizers is
+Adam divides each gradient by the root of its mean square. At a minimizer this is the root of the Hessian's diagonal
+over B (Lemma 3.2). So in the coordinates theta / D^(1/2), D = diag(H)^(-1/2), Adam is SGD. There the trace of the
+Hessian is R = sum_i sqrt(H_ii). At constant D its gradient is 2 grad R. The projection along the minimizers is
 M = D^(1/2) P D^(1/2): Adam should follow -(1/2) M grad R, whatever B is. If it kept the trace term, it would follow
 -(1 / (4 sqrt(B))) M grad Tr. Run: `python examples/adam_flow.py`, or `python examples/adam_flow.py masked`.
 """
@@ -42,7 +42,7 @@ class OnRoots(Minimizers):
 
 
 class OnTrace(OnRoots):
-    """The same coordinates, but the trace that SGD descends on."""
+    """The same coordinates, with the trace that SGD descends on."""
 
     trace = Minimizers.trace
 
@@ -55,7 +55,7 @@ class Adam:
         self.squares = model.minimizers.root(torch.tensor(model.minimizer)).square().sum(dim=0).numpy()
 
     def move(self, theta, step_size, *, batch_size, **noise):
-        if self.moments is None:  # the mean squares begin with what they are on average at the start
+        if self.moments is None:  # the mean squares begin at their average at the minimizer
             self.moments = np.zeros_like(theta), np.tile(self.squares / batch_size, (len(theta), 1))
         stepped, (means, squares) = theta.copy(), self.moments
         self.model.move(stepped, 1.0, batch_size=batch_size, **noise)
@@ -71,7 +71,7 @@ def verdict(text, estimates, wanted):
     needed = max(each.stderr / (PRECISION * wanted) for each in estimates.values())
     near = all(abs(each.value - wanted) <= ERRORS * each.stderr for each in estimates.values())
     if near and needed > 1:
-        figures += f"; too imprecise to tell: {needed**2:.2f} times as many trajectories would do"
+        figures += f"; too imprecise to tell: {needed**2:.2f} times as many trajectories would be enough"
     return Statement(text=text, evidence=figures, shown=near and needed <= 1, contradicted=not near)
 
 
@@ -102,7 +102,7 @@ def study(model, *, step_sizes, time, trajectories, batch_sizes=(1, 4), seed=0):
     return [
         verdict("Adam follows -(1/2) M grad R, whatever B is.", by_kind[OnRoots], 0.5),
         Statement(
-            text="Not only R: Adam's parameters themselves become those of this flow.",
+            text="Not only R: Adam's parameters themselves follow this flow.",
             evidence=f"mean squared distance over the squared distance of the flow from the start: {', '.join(off)}",
             shown=all(abs(each.value) <= ERRORS * each.stderr <= 0.3 for each in limits.values()),
         ),

@@ -1,4 +1,4 @@
-"""Which of my checkpoints is flatter, and which survives fewer bits?
+"""Which of my checkpoints is flatter, and which loses less at low bits?
 
 Two GPT-2s, trained on the same text with different batch sizes, each in seconds. On the command line:
 `isoloss compare small-batches large-batches --data text.txt`.

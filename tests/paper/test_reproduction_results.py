@@ -255,7 +255,7 @@ def test_figure_1_shows_the_band_magnified(data, figures):
     assert adversary["probe_prefix_4_high"] == pytest.approx(65.0 + of_difference)
     assert adversary["kl_high"] == pytest.approx(adversary["kl"])
     assert page._baselines(data)["probe-prefix-4"]["Look-up table, raw"] == pytest.approx(0.4)
-    assert "within 38% of that of the control, d32-40-cooldown: 5 of 32." in first.caption
+    assert "5 of 32 models whose KL is within 38% of the KL of the control, d32-40-cooldown." in first.caption
     assert "mean KL ranges from 0.033 to 0.07 nats" in first.caption
     assert "7.00 ± 0.58 points on prefix-4 (from adversary to helper)" in first.caption
 

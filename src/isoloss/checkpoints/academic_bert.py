@@ -1,6 +1,6 @@
 """Checkpoints of Academic Budget BERT (Izsak et al. 2021), the code that the paper trains with.
 
-Such a model is a BERT or, pre-layer-norm, a RoBERTa-PreLayerNorm. Names differ, and the decoder has no bias.
+A model is a BERT or, pre-layer-norm, a RoBERTa-PreLayerNorm, with other names and no bias of the decoder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, RobertaPreLayerNormConfig,
 
 from isoloss.errors import IsolossError
 
-_FIELDS = {  # of its config.json: the values that can be read
+_FIELDS = {  # of config.json: the values that can be read
     "encoder_ln_mode": ("post-ln", "pre-ln"),
     "layer_norm_type": ("apex", "pytorch"),
     "useLN": (True,),
@@ -38,21 +38,22 @@ def make_model(
 ) -> Any:
     """Return the model of a config.json and of weights by name, with the type and attention kernel of `kind`.
 
-    The ids in `first` become 0, 1, ..., the padding's and the mask's at the end; all others come after them.
+    The ids in `first`, the padding's and the mask's last, become 0, 1, ...; all others come after them.
     """
     for field, choices in _FIELDS.items():
         if (value := document.get(field, choices[0])) not in choices:
-            raise IsolossError(f"{name} has {field} {value!r} in its config.json; only {choices} can be read")
+            readable = " or ".join(map(str, choices))
+            raise IsolossError(f"{name} has {field} {value!r} in its config.json; only {readable} can be read")
     is_post = document["encoder_ln_mode"] == "post-ln"
     shape = {**document, "layer_norm_eps": 1e-12, "architectures": None, "bos_token_id": None, "eos_token_id": None}
     shape.pop("model_type", None)
     if first:
         shape["pad_token_id"] = len(first) - 2
     config: Any = (BertConfig if is_post else RobertaPreLayerNormConfig).from_dict(shape)
-    # two parts are of no use to the prediction of masked tokens, and a third to post-layer-norm blocks
+    # masked tokens are predicted without the first two; post-layer-norm blocks do not use the third
     unused = r"\.pooler\.|^cls\.seq_relationship\." + r"|\.FinalLayerNorm\." * is_post
     weights = {key: value for key, value in state.items() if not re.search(unused, key)}
-    # it is stored, and never added where only masked tokens are predicted
+    # it is stored, but never added to the logits of masked tokens
     weights |= {key: torch.zeros(config.vocab_size) for key in (_BIAS, f"{_DECODER}bias")}
     if first:
         order = [*first, *sorted(set(range(config.vocab_size)) - {*first})]
@@ -65,6 +66,6 @@ def make_model(
         weights = {re.sub(pattern, replacement, key): value for key, value in weights.items()}
     model = (BertForMaskedLM if is_post else RobertaPreLayerNormForMaskedLM)._from_config(config, **kind)
     model.load_state_dict(weights)
-    # no parameter of the function, and so none that a measure counts
+    # not a parameter of the function, so no measure counts it
     model.get_output_embeddings().bias.requires_grad_(False)
     return model

@@ -276,7 +276,7 @@ class _Show(_Command):
         rows = [
             (setting, value, ", ".join(models)) for setting, found in values.items() for value, models in found.items()
         ]
-        title = f"Settings of {folder.study.name} at scale {folder.scale_name}; without a model: of all"
+        title = f"Settings of {folder.study.name} at scale {folder.scale_name}; no models named: all"
         common.print_table(title, ("setting", "value", "models"), rows, left=3)
         return 0
 

@@ -46,9 +46,9 @@ def hessian_trace(
     group of sequences; each group has its own z. Groups are the clusters that the error rests on, so it covers inputs,
     labels and probes. Smaller groups have less of the probes' noise and cost more.
 
-    `method="published-code"` is what the paper's published code does, which is not its appendix B.1: Gaussian z,
+    `method="published-code"` is the estimator of the paper's published code, not of its appendix B.1: Gaussian z,
     z^T H z of the whole Hessian of a batch's mean loss, one probe per batch, the mean over batches. Like that code it
-    leaves out poolers and the decoder's bias. Its error is the error of a mean over batches.
+    leaves out poolers and the decoder's bias. Its error is over batches.
 
     Args:
         model: As for `fisher_trace`; its attention must have second derivatives (not flash attention).

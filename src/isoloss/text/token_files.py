@@ -78,7 +78,7 @@ def read_masked_ids(data: Path) -> tuple[Ids, Ids]:
         with h5py.File(data) as file:
             ids, mask, segments, positions, originals = (np.asarray(file[name], np.int64) for name in _OF_MASKED)
         if segments.any():
-            raise ValueError("its pairs of sentences (segment_ids) are not read")
+            raise ValueError("pairs of sentences (segment_ids) cannot be read")
         rows, places = np.logical_and.accumulate(positions != 0, axis=1).nonzero()
         labels = np.full_like(ids, IGNORED)
         labels[rows, positions[rows, places]] = originals[rows, places]

@@ -1,4 +1,4 @@
-"""What the study compares: models of one loss that differ in size, training time, algorithm or label noise."""
+"""What the study compares: models at the same loss that differ in size, training time, algorithm or label noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isoloss.studies import results as study_results
 from isoloss.studies.claims import Contrast
 from isoloss.studies.results import Checkpoint, CheckpointEstimate, Pair, Results, difference, loss_key
 
-# that must have a pair (all, if there are fewer); at least half of the units must have one, too
+# languages that must have a pair (all, if there are fewer); at least half of the units must have one, too
 MIN_LANGUAGES = 3
 
 
@@ -60,12 +60,12 @@ class DatasetResults:
         return Model(cooldown_run(arm, step, length), length or self.dataset.cooldowns[0])
 
     def before(self, size: str) -> Model:
-        """Return a size where arms branch off, after the usual cooldown: of the main size, the control."""
+        """Return a size after a usual cooldown from where arms branch off; of the main size: the control."""
         dataset = self.dataset
         return self.cooled(size, dataset.start) if dataset.cooldowns else Model(size, dataset.last)
 
     def path_models(self, arm: str) -> list[Model]:
-        """Return models that come to lower losses: after cooldowns of every length or, without, along training."""
+        """Return models at falling losses: after cooldowns of every length or, without cooldowns, along training."""
         lengths = self.dataset.cooldown_lengths
         if lengths:
             return [self.cooled(arm, self.dataset.start, length) for length in lengths]
@@ -76,7 +76,7 @@ class DatasetResults:
         return [self.at(unit, *model) for model in self.path_models(arm)]
 
     def beside(self, size: str, model: Model) -> Contrast:
-        """Return a size that is interpolated at a model's loss, and the model, of each unit that has both."""
+        """Contrast a size, interpolated at a model's loss, with the model, over the units that have both."""
 
         def pair(data: DatasetResults, unit: Unit) -> Pair | None:
             return interpolated_control(data.path(unit, size), data.at(unit, *model))
@@ -88,7 +88,7 @@ class DatasetResults:
         return last_enclosed(self.path(unit, smaller), self.path(unit, larger))
 
     def look_up(self, unit: Unit, kind: str) -> Checkpoint:
-        """Return the accuracies of the probe on features of a kind that need no model, by the keys of a model's."""
+        """Return the accuracies of probes on features of a kind that need no model, by the keys of the tasks."""
         tables, of = self.at(unit, self.dataset.main, 0), self.dataset
         return {key: tables[name] for key, name in zip(of.tasks.values(), of.of_tasks(kind), strict=True)}
 
@@ -106,7 +106,7 @@ class DatasetResults:
         """Return the mean second minus first, paired by unit; of an accuracy in percentage points."""
         return mean(self.units, [difference(b[key], a[key]) for a, b in zip(firsts, seconds, strict=True)])
 
-    # --- models of about the control's loss: `Dataset.band` is the rule ----------------------------------------------
+    # --- models at about the control's loss: `Dataset.band` is the rule ----------------------------------------------
 
     @functools.cached_property
     def models(self) -> list[Model]:
@@ -128,7 +128,7 @@ class DatasetResults:
 
     @functools.cached_property
     def band(self) -> tuple[float, float]:
-        """The lowest and the highest mean KL of models of about the control's loss, in nats per predicted token."""
+        """The lowest and the highest mean KL of models at about the control's loss, in nats per predicted token."""
         return self._limits(self.mean(self.ends(*self.control), "kl").value)
 
     @functools.cached_property
@@ -146,7 +146,7 @@ class DatasetResults:
         experiments, first = self.results.experiments, self.units[0]
 
         def kind(arm: str) -> tuple[str, str]:
-            # pre-layer-norm models have the control's size, too, but their traces are sums over other functions
+            # pre-layer-norm models have the control's size, too, but their traces are not comparable with its trace
             run: Any = experiments[first.run(arm)]
             return run.size, run.config.model.architecture
 
@@ -188,9 +188,9 @@ def mean(units: Sequence[Unit], estimates: Sequence[Estimate]) -> Estimate:
 def interpolated_control(controls: Sequence[Checkpoint], treated: Checkpoint) -> Pair | None:
     """Return the control at the treated model's loss, and the treated model.
 
-    The loss is the KL to the truth where it is known. The control is interpolated, linearly in the logarithm of the
-    loss, between two neighbors whose losses enclose the treated model's, the last such two: values, and what each
-    example adds to them. None if no two neighbors do.
+    The loss is the KL to the truth where it is known. Values of the control and what each example adds to them are
+    interpolated, linearly in the logarithm of the loss, between the last two neighbors whose losses enclose the
+    treated model's. None if no two neighbors do.
 
     Args:
         controls: Checkpoints of the control, in the order of their steps or of their cooldowns' lengths.
@@ -220,10 +220,10 @@ def last_enclosed(firsts: Sequence[Checkpoint], seconds: Sequence[Checkpoint]) -
 
 
 def _by_example(one: CheckpointEstimate) -> CheckpointEstimate:
-    """Return an accuracy on sampled examples with what each example adds to it, the mean over probes; others as is."""
+    """Return an accuracy on sampled examples with what each example adds to it, averaged over probes; others as is."""
     if not one.is_accuracy:
         return one
-    # (S, n) predictions of S probes. Classes cannot be interpolated, fractions of probes that are right can
+    # (S, n) predictions of S probes. Classes cannot be interpolated, but fractions of correct probes can
     correct = (one.examples["predictions"] == one.examples["labels"]).mean(axis=0)
     return dataclasses.replace(one, samples=len(correct), examples={"influence": correct - correct.mean()})
 
@@ -260,7 +260,7 @@ class Comparison(NamedTuple):
     pair: Callable[[DatasetResults, Unit], Pair | None]
     where: str  # which checkpoints these are
     case: str = ""
-    needs_same_loss: bool = False  # that is, whether nothing is interpolated
+    needs_same_loss: bool = False  # whether the losses must be shown to be the same
 
 
 def comparisons(dataset: Dataset) -> Iterator[Comparison]:
@@ -269,8 +269,8 @@ def comparisons(dataset: Dataset) -> Iterator[Comparison]:
     if cooled:
         between = f"of {main} after {start:,} steps and cooldowns of different lengths"
         at_control = (
-            f"The first model is interpolated, linearly in log KL, between two checkpoints {between} whose KLs bracket "
-            "the second's, so both have the same KL by construction."
+            f"The first model is interpolated, linearly in log KL, between two checkpoints {between}. Their KLs "
+            "bracket the second model's KL, so both have the same KL by construction."
         )
         yield Comparison(
             "longer",
@@ -284,15 +284,15 @@ def comparisons(dataset: Dataset) -> Iterator[Comparison]:
             ("Fewer steps", f"{last:,} steps"),
             lambda data, unit: interpolated_control(data.path(unit, main)[:-1], data.end(unit, main)),
             "The first model is interpolated, linearly in log loss, between two checkpoints of the same run whose "
-            "losses bracket that of the last step.",
+            "losses bracket the last step's loss.",
         )
     for smaller, larger in itertools.pairwise(dataset.sizes):
         yield Comparison(
             "larger",
             (smaller, larger),
             functools.partial(DatasetResults.size_pair, smaller=smaller, larger=larger),
-            "The second model is interpolated, linearly in log KL, between cooldowns of different lengths; the first "
-            "has had the longest cooldown that leaves its KL between the second's. So both have the same KL by "
+            "The first model is taken after its longest cooldown whose KL two cooldowns of the second model bracket. "
+            "The second is interpolated between these two, linearly in log KL, so both have the same KL by "
             "construction."
             if cooled
             else _along(smaller),
@@ -308,7 +308,7 @@ def comparisons(dataset: Dataset) -> Iterator[Comparison]:
             kind, title = ("sgd", "SGD") if kind == SGD_SAMPLED else (kind, arm.title)
             names = ("Post-layer-norm", title) if kind == "pre-ln" else ("AdamW at the same loss", title)
             yield Comparison(kind, names, functools.partial(_control_of_arm, arm=name), at_control, case)
-        # one that continues where the control ends has a loss that no two of the control's checkpoints enclose
+        # no two checkpoints of the control enclose the loss of an arm that continues where the control ends
         elif not arm.stages:
             control = "unregularized" if kind == "sam" else main
             names = (dataset.arms[control].title if control in dataset.arms else "AdamW", arm.title)
@@ -336,9 +336,9 @@ def comparisons(dataset: Dataset) -> Iterator[Comparison]:
 
 def _along(treated: str) -> str:
     return (
-        f"Of {treated}: the last checkpoint whose loss is bracketed by two checkpoints of the other model. The other "
-        "is interpolated between these two, linearly in log loss, so both have the same measured loss; their numbers "
-        "of steps may differ."
+        f"The last checkpoint of {treated} whose loss is bracketed by two checkpoints of the other model. The other "
+        "model is interpolated between these two, linearly in log loss. So both have the same measured loss; their "
+        "numbers of steps may differ."
     )
 
 
@@ -427,7 +427,7 @@ def measured(scale: Reproduction, *, dataset: str, name: str) -> Mapping[str, st
         "projected probes": of.projected_probes,
         "flatness": of.traces,
         "gap": [key for key in of.measures if key == "generalization-gap"],
-        # the claims are about the paper's expansion; the exact one is in a table alone
+        # the claims are about the paper's expansion; the exact one is only in a table
         "flatness in one architecture": [key for key in of.when_expanded if not key.endswith("-exact")],
     }
     is_accuracy = name in ("transfer", "probes", "projected probes")
@@ -450,6 +450,6 @@ def _case(dataset: Dataset, key: str) -> str:
         more = f" ({int(number):,} examples)" if kind == "few_shot" else ""
     elif kind == "finetune":
         more = " (fine-tuned)"
-    # a task of a grammar is the paper's own, whose name is the same at every scale; others stand in for the paper's
+    # the tasks of a grammar are the paper's, with the same names at every scale; others stand in for the paper's
     names = {probe.partition("-")[2]: name for name, probe in dataset.tasks.items()} if dataset.name == "pcfg" else {}
     return names.get(task, task) + more

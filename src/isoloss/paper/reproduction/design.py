@@ -18,19 +18,19 @@ from isoloss.run_config import ModelConfig, StageConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement
 from isoloss.studies.plan import Expected, Resources
 
-FIGURE_1 = "figure 1"  # which on the page shows cooldowns too
+FIGURE_1 = "figure 1"  # on the page it shows cooldowns, too
 SGD_SHOWN = ("figure 4", "figure 10")
 SGD_SAMPLED, SGD_EXACT = "sgd-sampled", "sgd-exact"
 AGAIN = 15  # added to the seed of a run that has been continued once, for other sentences
 TEACHER = "teacher"  # the run whose last checkpoint is the language of a dataset
-# baselines of the probe without a model, and what they are called
+# probes without a model, and their titles
 BASELINES = {
     "raw-lookup": "Look-up table, raw",
     "standardized-lookup": "Look-up table, standardized",
     "log-lookup": "Look-up table, logarithms",
     "one-hot": "One-hot tokens",
 }
-# flatness by every measure that is one number
+# all measures of flatness that are one number
 FLATNESS = (
     *("trace", "minimal-trace", "empirical-fisher", "hessian-trace", "weighted-trace", "fisher-rao"),
     *("relative-flatness", "largest-eigenvalue", "sam-sharpness", "adaptive-sharpness", "noise-sharpness"),
@@ -86,8 +86,8 @@ class Dataset:
 
     Cooldowns are AdamW with a learning rate that decays to 0. They bring models to about the same loss; the paper has
     none. One of the usual length follows the last step of every size and arm, and each watched step of the main size,
-    in a run of its own. Those of the other lengths follow the step `start` of every size: together they give losses
-    that bracket the losses of the other models.
+    in a run of its own. Cooldowns of other lengths follow the step `start` of every size: their losses bracket the
+    losses of the other models.
     """
 
     name: str  # e.g. `pcfg`
@@ -105,21 +105,21 @@ class Dataset:
     watched: tuple[int, ...]  # the measured steps; the last is the end of training
     cooldowns: tuple[int, ...] = ()  # lengths of the cooldown: the usual one, then the others
     cooldown_rate: float = 3e-3  # its highest learning rate
-    # models whose KL differs from the control's by at most this fraction of it count as having its loss. The paper's
-    # models of one loss have losses of 3.204 to 3.208 and an entropy of 3.196: a KL of 0.010 ± 20 %
+    # models whose KL differs from the control's by at most this fraction of it count as having its loss. The losses
+    # in the paper's figure 1 are 3.204 to 3.208 nats, the entropy is 3.196 nats: a KL of 0.010 nats ± 20 %
     band: float = 0.2
     arms: Mapping[str, Arm] = field(default_factory=dict)
-    projected: int = 0  # features to which those of every size are projected for one more probe; 0: there is none
+    projected: int = 0  # width to which the features of every size are projected for one more probe; 0: no such probe
     flatness: tuple[str, ...] = ()  # measures at the end of the arms and of the main model's cooldowns
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
-    # what training and measuring need: of the pairs of a width and needs, the last whose width the model has
+    # what training and measuring need: of the pairs of a least width and needs, the last that the model reaches
     needs: tuple[tuple[int, Resources], ...] = ((0, Resources()),)
-    tokens: Tokens | None = None  # what the expected costs are computed from; None: they are not
+    tokens: Tokens | None = None  # to compute the expected costs; None: they are not computed
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """Every language with every seed."""
-        # a text has no seed: its place stands for it
+        # a text has no seed: its index stands for it
         numbers = [int(getattr(each, "seed", place + self.offset)) for place, each in enumerate(self.languages)]
         return tuple(
             Unit(
@@ -145,7 +145,7 @@ class Dataset:
 
     @property
     def start(self) -> int:
-        """The step of the main model that arms continue from: the middle one before cooldowns, otherwise the last."""
+        """The step of the main model that arms continue from: the middle one if there are cooldowns, else the last."""
         return self.watched[(len(self.watched) - 1) // 2] if self.cooldowns else self.last
 
     @property
@@ -367,7 +367,7 @@ class Dataset:
     def _measurement(
         self, unit: Unit, measures: Iterable[str], steps: Sequence[int], name: str, model: ModelConfig
     ) -> Measurement:
-        # drawn apart from what the adversary and the helper train on, and the same for all seeds of a language
+        # other examples than the adversary and the helper train on, and the same for all seeds of a language
         settings = dict(self.settings)
         if self.when_expanded and not self.expanded:
             largest = self.sizes[self.largest]
@@ -433,8 +433,8 @@ class Reproduction(Design):
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
-# Time, memory and disk space of models of the paper's sizes, before they are tried. These are rough: half or twice the
-# time would be no surprise. Training takes 6 floating-point operations per parameter and token (Kaplan et al., 2020,
+# Time, memory and disk space of models of the paper's sizes, before they are tried. These are rough: they may be off
+# by a factor of two. Training takes 6 floating-point operations per parameter and token (Kaplan et al., 2020,
 # section 2.1) and 12 L d T per token for attention, at an assumed fraction of a GPU's peak. Activations take
 # 34 d + 5 h T bytes per token and layer in 16 bits (Korthikanti et al., 2022, section 4).
 PEAK = 989e12  # floating-point operations per second of one NVIDIA H100 in bfloat16, dense

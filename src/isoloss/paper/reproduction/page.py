@@ -1,4 +1,4 @@
-"""The page of the study: a figure for each of the paper's, the first one first."""
+"""The page of the study: a figure for each figure of the paper."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from isoloss.statistics.estimate import number
 from isoloss.studies import PageParts
 from isoloss.studies.results import Results, change
 
-# on a logarithmic axis, as models of about one loss are compared with much worse ones
+# logarithmic, as models at about the same loss are compared with much worse ones
 LOG_KL = dataclasses.replace(KL, title="KL = loss − entropy", log=True)
-ALMOST_PERFECT = 0.95  # an accuracy on which differences between models hardly show
-SATURATED = 0.1  # a loss is saturated once the KL falls by less than this fraction of it until the end
+ALMOST_PERFECT = 0.95  # an accuracy above which models hardly differ
+SATURATED = 0.1  # a loss is saturated once the KL falls by less than this fraction until the end
 # what the paper reports: tables 1 and 2, then its figures
 PAPER_CLAIMS = (
     *("adversary-transfer", "adversary-sharper", "lookup-transfer"),
@@ -47,9 +47,9 @@ def parts(results: Results) -> PageParts:
 
 
 def _needs(data: DatasetResults) -> str:
-    """Return what a verdict takes that the dataset has too little of."""
+    """Return why the dataset is too small for a verdict, if it is."""
     count = len(set(clusters_of(data.units)))
-    few = f"it takes {MIN_LANGUAGES} languages or seeds, and here {'are' if count > 1 else 'is'} {count}"
+    few = f"at least {MIN_LANGUAGES} languages or seeds are needed, not {count}"
     return few if count < MIN_LANGUAGES else ""
 
 
@@ -58,7 +58,7 @@ def _accuracies(dataset: Dataset) -> list[Column]:
 
 
 def _with_room(data: DatasetResults) -> list[Column]:
-    """Return the accuracies, on few examples of a task on which the control would be almost perfect with all."""
+    """Return the accuracies; of a task on which the control is almost perfect, with few examples."""
     columns = _accuracies(data.dataset)
     for place, key in enumerate(data.dataset.few_shot):
         if data.mean(data.ends(*data.control), columns[place].name).value > ALMOST_PERFECT:
@@ -85,7 +85,7 @@ def _one_marker(table: pl.DataFrame) -> Style:
 
 
 def _averaged(dataset: Dataset) -> str:
-    """Return what a point is the mean over, to go on a sentence; nothing for one model."""
+    """Return what a point is averaged over, as the end of a sentence; nothing for one model."""
     several = {"languages": len(dataset.languages) > 1, "seeds": dataset.seeds > 1}
     over = [what for what, are in several.items() if are]
     return f", averaged over {' and '.join(over)}" if over else ""
@@ -96,7 +96,7 @@ def _rows(
 ) -> pl.DataFrame:
     """Return models, each with its group, as a chart takes them: means, with the errors of differences from `middle`.
 
-    Not the errors of the means: languages differ more than models do, and would hide how models differ on them.
+    Not the errors of the means: languages differ more than models do, and would hide how the models differ.
     """
     controls, rows = data.ends(*middle), []
     for group, model in models:
@@ -124,7 +124,7 @@ def _rows(
 
 
 def _same_loss(data: DatasetResults) -> Figure:
-    """Return the paper's figure 1: transfer against the loss and against flatness, of models of about one loss."""
+    """Return the paper's figure 1: transfer against the loss and against flatness, of models at about the same loss."""
     dataset, (loss, *traces) = data.dataset, _across(data)
     # the paper's figure is of task B alone
     tasks = [column_of(dataset.tasks["B"], "accuracy")] if FIGURE_1 in dataset.shown.sizes else _accuracies(dataset)
@@ -134,7 +134,7 @@ def _same_loss(data: DatasetResults) -> Figure:
     about: Any = {"band": data.band, "baselines": _baselines(data), "style": _style(rows)}
     return Figure(
         name=f"{dataset.name}-same-loss",
-        title=f"{dataset.title}: models of about the same loss",
+        title=f"{dataset.title}: models at about the same loss",
         chart=charts.magnified(rows, loss, traces, tasks, **about),
         caption=_caption(data),
     )
@@ -167,12 +167,12 @@ def _caption(data: DatasetResults) -> str:
     trained = ", and the adversary and the helper are trained to change transfer" if "adversary" in dataset.arms else ""
     caption = (
         f"Each point is one checkpoint of a size, an arm or a cooldown{_averaged(dataset)}; lines join the checkpoints "
-        "of a run. Horizontal lines: probes on features that need no model. The rectangle holds the models whose KL is "
-        f"within {dataset.band:.0%} of that of the control, {control}: {len(near)} of {len(data.models)}. The other "
-        f"panels show these alone. Their mean KL ranges from {kls} nats, and their accuracy by "
-        f"{' and by '.join(spreads)}. The lowest and the highest of {len(near)} models were picked after the fact, so "
-        "part of this is chance, and the ± does not account for it. Wider models give the probe more "
-        f"features{trained}. Bars are those of each model's difference from {control}, {paired_by(dataset)}, so "
+        f"of a run. Horizontal lines: probes on features that need no model. The rectangle holds the {len(near)} of "
+        f"{len(data.models)} models whose KL is within {dataset.band:.0%} of the KL of the control, {control}. The "
+        f"other panels show only these models. Their mean KL ranges from {kls} nats, and their accuracy differs by up "
+        f"to {' and '.join(spreads)}. The lowest and the highest of {len(near)} models were chosen after the fact, so "
+        "part of this is chance, which the ± ignores. Wider models give the probe more "
+        f"features{trained}. Bars are for the difference from {control}, {paired_by(dataset)}, so "
         f"{control} has none. Compare traces only between models of one size."
     )
     return f"{corresponds(FIGURE_1)}{caption} {_in_the_paper()}" if FIGURE_1 in dataset.shown.sizes else caption
@@ -183,8 +183,8 @@ def _in_the_paper() -> str:
     kl = " to ".join(f"{float(loss) - float(entropy):.3f}" for loss in (low, high))
     sizes = " and ".join(f"{what} from {' to '.join(ends)}" for what, ends in tables.BY_SIZE.items())
     return (
-        f"In the paper, on a larger grammar with other tasks, losses are {low} to {high} nats, a KL of {kl}. With "
-        f"{tables.PARAMETERS} parameters (± standard deviation), {tables.by_algorithm('task B (%)', 'trace')}; "
+        f"In the paper, on a larger grammar with other tasks, losses are {low} to {high} nats, the KL is {kl} nats. "
+        f"With {tables.PARAMETERS} parameters (± standard deviation), {tables.by_algorithm('task B (%)', 'trace')}; "
         f"between 9M parameters and its largest model, at about the same loss, {sizes}."
     )
 
@@ -193,7 +193,7 @@ def _in_the_paper() -> str:
 
 
 def _figures(data: DatasetResults) -> Iterator[Figure]:
-    """Return the figures of a dataset, of what it has runs for: the paper's message first."""
+    """Return the figures that the runs of a dataset allow, the paper's message first."""
     dataset = data.dataset
     if dataset.cooldowns or dataset.shown.longer:
         yield _longer(data)
@@ -226,7 +226,7 @@ def _longer(data: DatasetResults) -> Figure:
         *(data, "longer", "longer training"),
         charts.curves(rows, shown, saturated=saturated, style=_style(rows)),
         dataset.shown.longer,
-        f"The model {size} after these steps of AdamW{_averaged(dataset)}.",
+        f"The model {size} at different steps of AdamW{_averaged(dataset)}.",
         _compared(data, size),
         _loss(data, "step", saturated),
     )
@@ -259,9 +259,9 @@ def _over_steps(
 ) -> tuple[pl.DataFrame, list[Column]]:
     """Return models, each with its line and step, as `curves` takes them, and the columns that it draws.
 
-    With cooldowns, these are the loss and, at the model's own loss, its differences from the size that is interpolated
-    there, the control: of accuracies in points, of traces as factors. A model is without differences where too few
-    languages have such a control.
+    With cooldowns, these are the loss and the differences from the control, the size interpolated at the model's own
+    loss: of accuracies in points, of traces as factors. Where too few languages have such a control, a model has no
+    differences.
     """
     (loss, *traces), control = _across(data), data.before(size)
     if not data.dataset.cooldowns:
@@ -298,12 +298,11 @@ def _compared(data: DatasetResults, size: str) -> str:
     """Return how the models of a figure over steps are compared."""
     dataset, control = data.dataset, data.before(size)
     if not dataset.cooldowns:
-        return f"Bars are those of the difference from {control.arm} at step {control.step:,}, {paired_by(dataset)}."
+        return f"Bars are for the difference from {control.arm} at step {control.step:,}, {paired_by(dataset)}."
     return (
-        f"Each model has had a cooldown of {dataset.cooldowns[0]:,} steps. The other panels compare it, at its own "
-        f"loss, with the control: {size} after {dataset.start:,} steps, interpolated between cooldowns of "
-        f"different lengths. Dashed: no difference. Errors are {paired_by(dataset)}; of the loss, they are those of "
-        "its difference from the control."
+        f"Each model has had a cooldown of {dataset.cooldowns[0]:,} steps. All panels but the first compare it "
+        f"with the control at the same loss: {size} after {dataset.start:,} steps, interpolated between cooldowns of "
+        f"different lengths. Dashed: no difference. Bars are for the difference from the control, {paired_by(dataset)}."
     )
 
 
@@ -318,7 +317,7 @@ def _sizes(data: DatasetResults) -> Iterator[Figure]:
             Column(key, f"Projected probe, {task}", "%", percent=True)
             for task, key in zip(dataset.tasks, dataset.projected_probes, strict=True)
         ]
-        features = f"A random projection gives the probe {dataset.projected} features of every size."
+        features = f"The probe reads a random projection to {dataset.projected} features at every size."
     yield _against_loss(data, "sizes", "larger models", trained, probes, dataset.shown.sizes, of_each, features)
     if dataset.when_expanded:
         expanded = [(size, Model(size, dataset.last)) for size in dataset.expanded]
@@ -326,7 +325,7 @@ def _sizes(data: DatasetResults) -> Iterator[Figure]:
             *(data, "expanded", f"sizes expanded into {dataset.largest}", expanded or trained),
             *(list(map(column_of, dataset.when_expanded)), dataset.shown.expanded),
             "at the end of training, without a cooldown" if expanded else of_each,
-            "The paper's expansion changes the function of a post-layer-norm model; the exact one does not. The "
+            "The paper's expansion changes the function of a post-layer-norm model; the exact expansion does not. The "
             "minimal trace does not depend on the choice.",
         )
 
@@ -347,16 +346,15 @@ def _against_loss(
         *(data, name, f"{title}, against the loss"),
         charts.scatter(rows, [(loss, each) for each in shown], style=_one_marker(rows)),
         shown_in,
-        f"A line for each size {of_each}{_averaged(dataset)}. To compare sizes at one loss, compare the heights of "
-        f"their lines there. {about} Bars are those of the difference from {middle.arm}, {paired_by(dataset)}, so this "
-        "one has none.",
+        f"A line for each size {of_each}{_averaged(dataset)}. To compare sizes at the same loss, compare the heights "
+        f"of their lines there. {about} Bars are for the difference from {middle.arm}, {paired_by(dataset)}.",
     )
 
 
 def _loss(data: DatasetResults, what: str, saturated: float | None, *, where: str = "") -> str:
     """Return what a caption says of the loss: the entropy, and from which size or step on it is saturated."""
     if not data.models:
-        return "The entropy of the text is not known, so the axis is the loss, and nobody knows where it saturates."
+        return "The entropy of the text is unknown, so the axis is the loss, with no mark of saturation."
     entropy = data.mean(data.ends(data.dataset.main), "entropy")
     if saturated is None:
         mark = f"There is no mark of saturation:{where} the KL falls by {SATURATED:.0%} or more up to the last {what}."

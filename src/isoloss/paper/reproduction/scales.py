@@ -65,19 +65,19 @@ def _without_regularization(model: ModelConfig, optimizer: OptimizerConfig) -> d
 # --- two cores -------------------------------------------------------------------------------------------------------
 
 ONE_CORE: Mapping[str, Any] = {"device": "cpu", "threads": 1}
-RATE = 1.5e-3  # of grammars; with twice as much, the largest size gets worse as it trains
+RATE = 1.5e-3  # of grammars; at twice this rate, the largest size gets worse as it trains
 LEARNING_RATE = 3e-3  # of all others
-# three levels are what three nested tasks take: sentences of 8 tokens. So few symbols that a small model nears the
-# true conditionals within some thousand steps, and so few rules that it then transfers better than an untrained one
+# three nested tasks need three levels: sentences of 8 tokens. With so few symbols, a small model nears the true
+# conditionals within a few thousand steps; with so few rules, it then transfers better than an untrained one
 GRAMMAR = PCFGConfig(levels=3, symbols_per_level=4, rules_per_symbol=4, vocab_size=8)
 # Python's reference and docstrings stand in for the paper's texts (docs/method/studies.md)
 CORPUS = CorpusConfig(paths=("python:docs", "python:docstrings"), tokenizer="wordpiece:1000", length=64, held_out=0.1)
 # what stands in for the paper's three tasks of text
 TEXT_TASKS = {"SST-2": "sentence-source", "QNLI": "docstring-module", "RTE": "docstring-kind"}
-# CKA compares the features of so many sentences: an evaluation keeps their Gram matrix, 8 KB
+# sentences on which CKA compares features: an evaluation keeps their Gram matrix, 8 KB
 PROBES = {"feature_sentences": 64, "probe_solver": "convex"}
 OTHER_FLATNESS = tuple(name for name in FLATNESS if name not in ("trace", "minimal-trace"))
-# without those that take half of the time of measuring a model
+# without those that take half of the time it takes to measure a model
 FAST_FLATNESS = tuple(
     name for name in OTHER_FLATNESS if name not in ("hessian-trace", "weighted-trace", "adaptive-sharpness")
 )
@@ -186,9 +186,9 @@ def _small_generated(
     )
     checkpoint = f"../generated-{TEACHER}/checkpoints/step-{teacher_steps}"
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE, weight_decay=0.0)
-    # sentences are drawn once: a step takes less time than drawing its sentences
+    # sentences are drawn once: drawing them takes longer than a step
     drawn = {"num_sentences": num_sentences, "compiled": True, **ONE_CORE}
-    # the regularization is that of so few examples
+    # the regularization is for so few examples
     probes = {"probe_solver": "convex", "probe_regularization": (3e-3,)}
     return Dataset(
         name="generated",
@@ -208,8 +208,8 @@ def _small_generated(
 def _small_text(size: str, settings: Mapping[str, Any], *, num_sentences: int = 0, **more: Any) -> Dataset:
     """Return a text on which a model is fine-tuned.
 
-    With `num_sentences`, so few that a model learns them by heart, it has the arms of regularization; without, one
-    model is followed.
+    With `num_sentences`, so few that a model memorizes them, it has the arms of regularization; without, one model is
+    followed.
     """
     model, few = small_bert(size), num_sentences > 0
     warmup = round(0.025 * more["watched"][-1])
@@ -297,7 +297,7 @@ LAPTOP = Reproduction(
             vocab_size=100,
             length=12,
             watched=(1_000, 2_000, 4_000),
-            # the shortest leaves a larger model at the loss of a smaller one after the longest
+            # after the shortest, a larger model has the loss of a smaller one after the longest
             cooldowns=(500, 50, 4_000),
         ),
         _small_text(*_LAPTOP_TEXT, seeds=3, watched=(250, 500, 1_000), cooldowns=(125, 30, 250, 1_000)),
@@ -359,14 +359,14 @@ NUM_TEST = 10_000  # test examples of a probe: ours
 # Holm's method for up to 130 secondary tests) finds the paper's effect with 80 % power. The standard deviation is of
 # differences over grammars (models, seeds) in the first run at scale `evening`, or rather its upper 80 % bound
 # (`isoloss.statistics.power.sd_upper_bound`). Larger models may vary more or less.
-# By dataset: the number, the paper's effect and the deviation in percentage points, how many grammars that is from.
+# By dataset: the number, the paper's effect and the deviation (percentage points), and from how many grammars.
 POWER = {
     # table 2, the adversary on task C; figure 4's 1.6 points, with a deviation of 0.44, need 5 as the primary claim
     "pcfg": (7, 5.5, 1.12, 6),
     "hmm": (5, 4.0, 0.39, 6),  # figure 4, task-10
     "text": (9, 1.4, 0.35, 5),  # table 1, QNLI without dropout and weight decay
 }
-LEAST = 3  # of the others, for which no deviation is known: the fewest that an error can be over
+LEAST = 3  # of the others, with no known deviation: the fewest that an error can be over
 # 512 are the dimensions of the paper's random projection (appendix A.5), which makes probes of all widths alike
 COOLDOWNS: Mapping[str, Any] = {"cooldowns": (2_000, 500, 1_000, 4_000), "cooldown_rate": 1e-3, "projected": 512}
 

@@ -236,12 +236,12 @@ PAIRS = (
 
 
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
-    """Return whether models of one loss can differ, whether flatness tells them apart, and whether training helps."""
+    """Return whether models at one loss can differ, whether flatness tells them apart, and whether training helps."""
     by_id = {result.claim.id: result for result in claims}
     # all cards are of task B, as the gates are
     longer = by_id["longer-transfer"]
     longer = dataclasses.replace(longer, answers=tuple(sorted(longer.answers, key=lambda one: one.case != "B")))
-    differ = card_of("Can models of one loss transfer differently?", by_id["adversary-transfer"])
+    differ = card_of("Can models with the same loss transfer differently?", by_id["adversary-transfer"])
     return [
         dataclasses.replace(differ, detail=f"a model trained against the task; {differ.detail}"),
         _agreement_card(by_id),
@@ -273,9 +273,9 @@ def _agreement_card(claims: Mapping[str, ClaimResult]) -> Card:
     return Card(
         label="Is the flatter model the better one?",
         value=f"In {counts['agree']} of {both} comparisons" if both else "Not shown",
-        detail=f"A comparison is of one measure of flatness with one of transfer. {both} of them, of {len(decided)} of "
-        f"{len(PAIRS)} pairs of kinds of models, have two significant differences; {counts['open']} have not, "
-        f"{counts['untested']} were not tested. Comparisons of the same models are not independent.",
+        detail=f"A comparison has one measure of flatness and one of transfer. In {both} of them, from {len(decided)} "
+        f"of {len(PAIRS)} pairs of kinds of models, both differences are significant; in {counts['open']} they are "
+        f"not; {counts['untested']} were not tested. Comparisons of the same models are not independent.",
         tone=tone,
     )
 
@@ -295,16 +295,16 @@ STUDY = Study(
     },
     title="Same pre-training loss, better downstream?",
     lead=(
-        "Language models whose loss is the same, but not their size, training time or algorithm. The loss is the KL to "
-        "the true conditionals (on text: the cross-entropy), flatness the trace of the Fisher information (a smaller "
-        "trace is flatter), and transfer the accuracy of a linear probe or of fine-tuning on a downstream task; on "
-        "grammars, tasks A, B and C ask for the likeliest symbol over the sentence and two shorter beginnings. The "
-        "adversary is trained to spoil one task.",
+        "Language models with the same loss but different sizes, training times or algorithms. The loss is the KL to "
+        "the true conditionals (on text: the cross-entropy), flatness is the trace of the Fisher information (a "
+        "smaller trace is flatter), and transfer is the accuracy of a linear probe or of fine-tuning on a downstream "
+        "task. On grammars, tasks A, B and C ask for the likeliest symbol over the sentence and two shorter prefixes. "
+        "The adversary is trained to do badly on one task.",
         "The paper claims that models with the same pre-training loss transfer differently, and that the flatter ones "
         "transfer better. This study repeats its experiments (model size, longer training, SGD, an adversary, the "
         "look-up table) and adds others, such as a helper: a model trained to do well on a task, the positive control. "
-        "An arm is a variant of one model, the control. A cooldown is a final phase of AdamW with a learning rate that "
-        "decays to 0, on exact labels where the truth is a grammar or a hidden Markov model.",
+        "An arm is a variant of the main model, the control. A cooldown is a final phase of AdamW with a learning rate "
+        "that decays to 0, on exact labels where the truth is a grammar or a hidden Markov model.",
         "At the scales for two cores, the hidden Markov models have so few sentences that the loss and every accuracy "
         "are exact sums; on grammars, all models are measured on the same sampled sentences. Models are compared at "
         "the same loss: one of the two is interpolated between two of its checkpoints.",

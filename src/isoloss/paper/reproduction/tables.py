@@ -21,12 +21,12 @@ from isoloss.studies.summary import SummaryTable
 MINUS = " minus control"  # after a measure, its difference from the control's
 Row = tuple[tuple[str | int, ...], Mapping[str, Estimate]]
 
-# --- what the paper reports of PCFG, at its own scale: text, as it is printed, so that numbers keep their digits ---
+# --- what the paper reports of PCFG, at its own scale: text as printed, so that numbers keep their digits ----------
 
 ENTROPY = "3.196"  # nats per predicted token, of the true conditionals
 LOSSES = ("3.204", "3.208")  # of all models of figure 1, lowest and highest, nats per predicted token
 PARAMETERS = "235M"  # of the model in tables 1 and 2
-# tables 1 and 2: by what is measured, each model's value, with its standard deviation over seeds
+# tables 1 and 2: the value of each model, ± its standard deviation over seeds, by measure
 BY_ALGORITHM: Mapping[str, Mapping[str, str]] = {
     "loss (nats)": {"AdamW": "3.204", "adversary": "3.206", "look-up table": "3.196"},
     "task A (%)": {"AdamW": "89.9 ± 0.3", "adversary": "83.1 ± 0.6", "look-up table": "71.2"},
@@ -172,23 +172,23 @@ def _flatness(data: DatasetResults) -> SummaryTable:
     caption = _beside_table(dataset, "table 2")
     if gap:
         caption += (
-            " The gap is between documents that were held out and those that were trained on. In the paper (section 4) "
-            "it rises to 0.13 nats without dropout and weight decay. It is larger here, as a text of two million "
-            "characters has few documents, and held-out ones are about other things."
+            " The gap is the loss on held-out documents minus the loss on training documents. In the paper (section 4) "
+            "it rises to 0.13 nats without dropout and weight decay. It is larger here: a text of two million "
+            "characters has few documents, and the held-out ones are about other things."
         )
     return _table(data, "flatness", "flatness by algorithm", ("model",), rows, _after(dataset), caption)
 
 
 def _tasks(data: DatasetResults) -> SummaryTable:
-    """Return what the tasks take: the rates of classifiers that need no model, beside the control's."""
+    """Return how hard the tasks are: accuracies of classifiers that need no model, beside the control's."""
     dataset, controls = data.dataset, data.ends(data.dataset.control)
     rows: list[Row] = []
     classes = []
     for name, key in dataset.tasks.items():
         models = [each[key] for each in controls]
         counts = {each.details.get("num_classes") for each in models}
-        classes += [f"{number} of task {name}" for number in counts if number]
-        # nobody knows the Bayes rate of a task on text
+        classes += [f"{number} in task {name}" for number in counts if number]
+        # the Bayes rate of a task on text is unknown
         rates = {
             title: mean(data.units, [_exact_rate(each, rate) for each in models])
             for title, rate in (("majority", "majority_rate"), ("Bayes", "bayes_accuracy"))
@@ -205,12 +205,12 @@ def _tasks(data: DatasetResults) -> SummaryTable:
         rows.append(((label, key), {**rates, **tables, "control": data.mean(controls, key)}))
     shown = rows[0][1]
     how = [
-        "by always the most common class",
-        *(["by the Bayes-optimal classifier, which knows the language"] if "Bayes" in shown else []),
-        *(["by the same probe on features that need no model"] if dataset.shown.baselines else []),
-        f"on the control, {dataset.control}",
+        "of the most common class",
+        *(["of the Bayes-optimal classifier, which knows the language"] if "Bayes" in shown else []),
+        *(["of the probe on features that need no model"] if dataset.shown.baselines else []),
+        f"of the control, {dataset.control}",
     ]
-    end = "; in the paper 50 of each." if dataset.name == "pcfg" else "."
+    end = "; in the paper 50 in each." if dataset.name == "pcfg" else "."
     return _table(
         *(data, "tasks", "tasks", ("task", "measure"), rows),
         *(f"Accuracy {', '.join(how[:-1])} and {how[-1]}.", _over(dataset)),
@@ -231,7 +231,7 @@ def _sizes(data: DatasetResults) -> SummaryTable:
     for size in dataset.sizes:
         for step in dataset.steps_before_cooldown(size) or dataset.watched:
             models = data.ends(cooldown_run(size, step)) if dataset.cooldowns else data.ends(size, step)
-            # what is measured at the end alone, or of some sizes, is no cell of the other rows
+            # what is measured only at the end, or only of some sizes, is left out of the other rows
             rows.append(((size, step), {key: data.mean(models, key) for key in keys if key in models[0]}))
     caption = corresponds(*dict.fromkeys((*shown.sizes, *shown.longer, *shown.expanded))) + _over(dataset)
     return _table(data, "sizes", "sizes and steps", ("size", "steps"), rows, _after(dataset), caption)
@@ -261,7 +261,7 @@ def _interpolation(data: DatasetResults) -> SummaryTable:
     rows: list[Row] = []
     for size in dataset.sizes:
         paths = [(unit, data.path(unit, size)) for unit in data.units]
-        # the first and the last are between no two
+        # the first and the last have no two neighbors
         for place in range(1, len(lengths) - 1):
             pairs = [
                 (unit, pair)
@@ -272,8 +272,8 @@ def _interpolation(data: DatasetResults) -> SummaryTable:
                 rows.append(((size, lengths[place] or dataset.cooldowns[0]), missed))
     return _table(
         *(data, "interpolation", "error of the interpolation", ("size", "cooldown"), rows),
-        "By leaving one out: each cooldown minus the value interpolated, at its KL, from the next shorter and the next "
-        "longer one. The comparisons interpolate between closer neighbors, so their error should be smaller.",
+        "Leave-one-out: each cooldown minus the value interpolated at its KL between the next shorter and the next "
+        "longer cooldown. The comparisons interpolate between closer neighbors, so their error should be smaller.",
         _over(dataset),
     )
 
@@ -283,7 +283,7 @@ def _differences(pairs: Sequence[tuple[Unit, Pair]], keys: Iterable[str]) -> dic
     if len({unit.cluster for unit, _ in pairs}) < 2:
         return {}
     units = [unit for unit, _ in pairs]
-    # not all measures are of all models, and those that some pairs lack are lacked by all
+    # not all models have all measures; a measure that one pair lacks, all pairs lack
     has = pairs[0][1][0].keys() & pairs[0][1][1].keys()
     return {key: mean(units, [difference(b[key], a[key]) for _, (a, b) in pairs]) for key in keys if key in has}
 
@@ -322,14 +322,14 @@ def _same_loss(data: DatasetResults) -> SummaryTable:
         *(
             data,
             "same_loss",
-            "correlations among models of about the same loss",
+            "correlations among models at about the same loss",
             ("models", "correlation", "with"),
             rows,
         ),
         "Correlation of the accuracy of the probe with the KL and with flatness, within languages and seeds, over the "
         f"models whose KL is within {dataset.band:.0%} of the control's, {dataset.control}: "
         f"{' and '.join(counts)} for each language and seed. Errors by the jackknife over languages; the KL and the "
-        "traces are taken as logarithms. Traces of different sizes are not comparable, so for flatness read only the "
+        "traces enter as logarithms. Traces of different sizes are not comparable, so for flatness read only the "
         f"rows of {dataset.main}, which include its arms of the control's architecture: a negative correlation there "
         "means that flatter models transfer better. These correlations do not control for the KL; the tables of what "
         "flatness predicts do.",
@@ -348,10 +348,10 @@ def _ranking(data: DatasetResults, kind: Kind) -> SummaryTable:
     return _table(
         *(data, f"ranking_{kind}", title, ("measure",), rows),
         f"Partial {kind.capitalize()} correlation of each measure with the accuracy of the probe, given the KL, within "
-        "languages and seeds; errors by the jackknife over languages. The measures and the KL are taken as logarithms. "
+        "languages and seeds; errors by the jackknife over languages. The measures and the KL enter as logarithms. "
         "If flatter models transferred better at the same loss, it would be negative. Models: the main size after "
-        "every number of steps and cooldown, and all its arms. The order is by these same data, without a correction "
-        "for the number of measures; a measure whose correlation is undefined is left out.",
+        "every number of steps and cooldown, and all its arms. Rows are ordered by these same data, without a "
+        "correction for the number of measures. Measures with an undefined correlation are left out.",
         "Kendall's partial coefficient need not be 0 where the KL explains all." if kind == "kendall" else "",
     )
 
@@ -363,14 +363,14 @@ def _correlations(
 
     Args:
         data: The results on the dataset.
-        models: Those of each unit; one by itself says nothing of its unit, and is left out.
-        name: The measure, which is taken as its logarithm.
-        kind: Of the correlation.
-        given: The loss, for a partial correlation given its logarithm; None: not a partial one.
+        models: The models of each unit; a unit with a single model is left out.
+        name: The measure, which enters as its logarithm.
+        kind: The kind of correlation.
+        given: The loss, for a partial correlation given its logarithm; None: no partial correlation.
     """
     groups = [(unit, some) for unit, some in zip(data.units, models, strict=True) if len(some) > 1]
     clusters = [unit.cluster for unit, some in groups for _ in some]
-    # languages and seeds differ more than models do: it would be between languages
+    # languages and seeds differ more than models do, and would decide the correlation
     within = [unit.prefix for unit, some in groups for _ in some]
 
     def logarithms(key: str) -> list[float]:
@@ -391,7 +391,7 @@ def _correlations(
 
 
 def _logarithms(values: Sequence[float]) -> list[float]:
-    """Return the logarithms of values, which noise may have taken to 0 or below: then of 1 % of the smallest other."""
+    """Return logarithms of values; a value of 0 or below, by noise, counts as 1 % of the smallest positive one."""
     least = min((value for value in values if value > 0), default=1.0) / 100
     return [math.log(max(value, least)) for value in values]
 
@@ -420,8 +420,8 @@ def _granulated(data: DatasetResults) -> SummaryTable:
     rows.sort(key=lambda row: sum(each.value for each in row[1].values()))
     return _table(
         *(data, "granulated", "granulated Kendall coefficients", ("measure",), rows),
-        "Kendall's tau of each measure with the accuracy of the probe, over pairs that differ in one thing alone and "
-        "agree in all others (Jiang et al., 2020): two models of one seed, or two seeds of one model. The losses of "
+        "Kendall's tau of each measure with the accuracy of the probe, over pairs that differ in one thing only "
+        "(Jiang et al., 2020): two models of one seed, or two seeds of one model. The losses of "
         "these models differ, and nothing adjusts for that.",
         _over(dataset),
     )

@@ -29,7 +29,7 @@ MAX_LENGTH = 8  # brackets in a sentence of the enumerated language
 
 
 def unflattened(theta: torch.Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """Return the tensors of these shapes of which (P,) parameters are made, in order."""
+    """Return (P,) parameters split into tensors of these shapes, in order."""
     pieces = torch.split(theta, [shape.numel() for shape in shapes.values()])
     return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
 

@@ -1,6 +1,6 @@
 """The bracket language (section 5): the flattest solution of its pre-training task is the transferable one.
 
-Theorem 5.1, Lemmas G.1 to G.5 and Theorem G.6, as printed and as mended. Shapes: n inputs of T brackets, 2 T the width
+Theorem 5.1, Lemmas G.1 to G.5 and Theorem G.6, as printed and corrected. Shapes: n inputs of T brackets, 2 T the width
 of an encoding (`isoloss.lab.languages.brackets.Brackets.encode`), m neurons; downstream, N = 2^T strings. A model is
 its `Weights`, with the paper's factor: f = 1/m u^T relu(V h).
 """
@@ -465,7 +465,7 @@ def try_heads(
 ) -> list[HeadRow]:
     """Return how heads on `trials` training sets of `samples` strings, drawn with replacement, do on all strings.
 
-    A model is its weights, or the (N, m) features in which a model of one's own has the strings. All models have the
+    A model is its weights, or the (N, m) features that a model of one's own gives the strings. All models have the
     same training sets, and `excess` compares each with the first: in `study` the two neurons.
     """
     length = inputs.length
@@ -641,7 +641,7 @@ def _on_traces(result: Result) -> list[Statement]:
             shown=largest <= ZERO_LOSS,
         ),
         Statement(
-            text="Lemma G.4, mended: at zero loss the trace of the Hessian is 2 E|grad f|^2; the paper lacks the 2.",
+            text="Lemma G.4, corrected: at zero loss the trace of the Hessian is 2 E|grad f|^2; the paper lacks the 2.",
             evidence=f"two neurons, the loss differentiated twice: relative gap {gap:.1e}; {EXACT:.0e} allowed",
             shown=gap <= EXACT,
         ),
@@ -652,14 +652,14 @@ def _on_traces(result: Result) -> list[Statement]:
             shown=lowest >= 1 - EXACT,
         ),
         Statement(
-            text="Lemma G.1, mended: the trace is at least 4 / (m sqrt(T)), and two neurons reach it at every width.",
+            text="Lemma G.1, corrected: the trace is at least 4 / (m sqrt(T)); two neurons reach it at every width.",
             evidence=f"two neurons: off by {at_two:.1e} from 2 / sqrt(T) at m = 2 and by {exact:.1e} from the bound at "
             f"m = {', '.join(map(str, sorted({row.width for row in wide})))}, {EXACT:.0e} allowed; the lowest of all "
             f"solutions, allowing for its loss, has {below:.9f} of the bound",
             shown=at_two <= EXACT and exact <= EXACT and below >= 1 - EXACT,
         ),
         Statement(
-            text="Random features are sharper than two neurons of a model with as many neurons.",
+            text="Random features are sharper than two neurons in a model of the same width.",
             evidence=f"trace as a multiple of the bound for the same width: {', '.join(factors)}",
             shown=all(row.flatness.ratio > 1 + DESCENT_ALLOWED for row in _rows(result, BALANCED)),
         ),
@@ -702,8 +702,8 @@ def _on_conditions(result: Result) -> list[Statement]:
             shown=obeyed > EXACT or away <= DESCENT_ALLOWED,
         ),
         Statement(
-            text="Lemma G.3, mended: where no input lies on a kink, so that the Hessian exists, all neurons lie along "
-            "[1; 0].",
+            text="Lemma G.3, corrected: where no input lies on a kink, so that the Hessian exists, all neurons lie "
+            "along [1; 0].",
             evidence="each neuron is then one constant on all inputs of one answer, and these have rank "
             f"{', '.join(ranks)}, so that it has one direction",
             shown=all(row.rank == 2 * row.length for row in result.widths),
@@ -743,7 +743,7 @@ def _downstream(result: Result) -> list[Statement]:
             shown=not above,
         ),
         Statement(
-            text="Theorem 5.1, mended: it fails with probability 2 ((1 + p) / 2)^n - p^n, p = C(T, T/2) / 2^T the "
+            text="Theorem 5.1, corrected: it fails with probability 2 ((1 + p) / 2)^n - p^n, p = C(T, T/2) / 2^T the "
             "probability that an answer is 0.",
             evidence=f"all {len(two)} frequencies within {ERRORS:g} standard errors"
             if within
@@ -751,7 +751,7 @@ def _downstream(result: Result) -> list[Statement]:
             shown=within,
         ),
         Statement(
-            text="Random features do not transfer as two neurons do.",
+            text="Random features do not transfer as well as two neurons.",
             evidence=f"mean population loss at n = {pairs[0][0].samples}: {', '.join(losses)}; {ERRORS:g} standard "
             "errors of the difference, paired by training set, needed",
             shown=all(other.excess > ERRORS * other.excess_stderr for _, other in pairs),

@@ -1,4 +1,4 @@
-"""Small transformers inside large ones (section 4, appendix B.4): is the function the same, and what of the trace?"""
+"""Small transformers inside large ones (section 4, appendix B.4): are the function and the trace the same?"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 RANK_TOLERANCE = 1e-6  # singular values below this fraction of the largest count as 0
 RETRACTED = 1e-12  # root of the weighted square of the log-probabilities' errors on the minimizers
 TOLERANCE = 1e-9  # error of one step of the flow, as a fraction of the largest parameter
-LONGEST_STEP = 0.05  # of the flow: the cubics between its knots are then exact to about the same
+LONGEST_STEP = 0.05  # of the flow: the cubics between its knots are then about as exact
 FLAT = 1e-3  # fraction of the trace that the flow takes off in a unit of time, below which it is nearly at rest
 _RETRACTIONS = 100  # steps that retraction may take
 LOGIT_KICK = 0.5  # of the logit: how far from the minimizers the control starts
@@ -75,7 +75,7 @@ def simulate(
         >>> bool(abs(model.trace(points).mean() / model.trace(model.flow(0.25)[None])[0] - 1) < 0.05)  # at K / 4
         True
     """
-    # of the model too: what an optimizer keeps between its steps ends with the run
+    # a copy of the model, too: the state of an optimizer ends with the run
     model, theta, points, done = copy.copy(model), theta.copy(), [], 0
     for time in times:
         # counted from the start: rounding each stretch by itself would add up
@@ -231,7 +231,7 @@ class Flow:
         if rank != self.rank:
             raise IsolossError(
                 f"{self.minimizers.model.name}: the Hessian's rank is {self.rank} at the start and {rank} at time "
-                f"{time:g} of the flow: its minimizers are no manifold"
+                f"{time:g} of the flow: the minimizers are not a manifold"
             )
         self._times.append(time)
         self._points.append(point)
@@ -266,8 +266,8 @@ class Flow:
 class LogProbsModel:
     """A model of one's own, by its log-probabilities alone: SGD, the Hessian and the flow are made by autograd.
 
-    The start becomes a minimizer: its own predictions are the true conditionals, or it is brought to those that are
-    given. Shapes: C inputs, V outcomes of each, n trajectories of P parameters, those of the start in one row.
+    The start becomes a minimizer: its own predictions are the true conditionals, or it is moved to a minimizer of the
+    given ones. Shapes: C inputs, V outcomes of each, n trajectories of P parameters, those of the start in one row.
 
     Example:
         >>> import torch
@@ -294,7 +294,7 @@ class LogProbsModel:
     ) -> None:
         """Take (C, V) log-probabilities in nats as a function of parameters like `start`, in float64.
 
-        `weights` are the (C,) probabilities of the inputs, alike by default; `conditionals` the (C, V) true ones.
+        `weights` are the (C,) probabilities of the inputs, equal by default; `conditionals` the (C, V) true ones.
 
         Raises:
             IsolossError: A table has another shape or rows that do not sum to 1, or the start leads to no minimizer.
@@ -316,8 +316,8 @@ class LogProbsModel:
             if truth.ndim != 2 or values.shape != wanted or not (values.sum(dim=-1) - 1).abs().max() < SUM_TOLERANCE:
                 raise IsolossError(
                     f"{name}: {table} has the shape {tuple(values.shape)} and sums from {values.sum(dim=-1).min():.6g} "
-                    f"to {values.sum(dim=-1).max():.6g}; the probabilities of outcomes are (inputs, outcomes) and "
-                    "those of inputs (inputs,), and each distribution sums to 1"
+                    f"to {values.sum(dim=-1).max():.6g}; log_probs and conditionals are (inputs, outcomes), "
+                    "weights (inputs,), and each distribution sums to 1"
                 )
         self.name = name
         self.minimizers = Minimizers(EnumerableModel(name, of_flat, flat, tables["weights"]), truth)
@@ -328,7 +328,7 @@ class LogProbsModel:
         self._cumulative[-1] = 1.0
 
     def settings(self, **changes: Any) -> Settings:
-        """Return `Settings` for this model; `changes` are other fields than those that follow from its trace.
+        """Return `Settings` for this model; `changes` override the defaults, which follow from its trace.
 
         Raises:
             IsolossError: The flow rests at the start.
@@ -338,9 +338,9 @@ class LogProbsModel:
         if fall <= FLAT * trace:
             raise IsolossError(
                 f"{self.name}: the flow rests at the start, where a unit of time takes {fall:.1e} off a trace of "
-                f"{trace:.3g}: start at another minimizer"
+                f"{trace:.3g} {self.unit}: start at another minimizer"
             )
-        # with B = 1 the first takes about a fifth off the trace
+        # with B = 1 about a fifth of the trace is gone by the first time
         times = tuple(multiple * trace / fall for multiple in (1.0, 2.0))
         fields = {"step_sizes": tuple(fraction / trace for fraction in (0.2, 0.1, 0.05)), "times": times}
         return Settings(model=self, **{**fields, "batch_sizes": (1, 2), "trajectories": 512, **changes})
@@ -628,7 +628,7 @@ def judge(
     by_step = [list(some) for _, some in itertools.groupby(single, key=lambda row: row.step_size)]
     etas, last = [some[0].step_size for some in by_step], [some[-1] for some in by_step]
     at_zero = [row for row in limits if row.batch_size == least]
-    # later times replace earlier ones, so these are the last time's
+    # later times replace earlier ones, so these are at the last time
     coefficients = {row.batch_size: row.coefficient for row in limits}
 
     errors = [math.sqrt(math.fsum(row.error**2 for row in some) / len(some)) for some in by_step]
@@ -682,8 +682,8 @@ def judge(
         ),
         judged(
             "without label noise, with the exact conditionals as targets, nothing drifts along the minimizers.",
-            f"from off the minimizers it is back on them at a trace of {control[0]:.6g}, which then changes "
-            f"by {drift:.1e} of the {fall:.3g} that sampled answers take off in as long; {CONTROL_ALLOWED:.0e} allowed",
+            f"started off the minimizers, it returns to them at a trace of {control[0]:.6g}, which then changes by "
+            f"{drift:.1e} of the {fall:.3g} that sampled answers take off in that time; {CONTROL_ALLOWED:.0e} allowed",
             shown=fall > 0 and drift <= CONTROL_ALLOWED,
         ),
     ]
@@ -699,12 +699,12 @@ def _statement(
     shown: bool,
     contradicted: bool = False,
 ) -> Statement:
-    """Return a statement; where nothing decides it, with the trajectories that standard errors as `needed` take."""
+    """Return a statement; where nothing decides it, with how many trajectories would bring the errors in `needed`."""
     # the square of how far each is from what is allowed: a standard error falls as the root of their number
     factor = max([(error / allowed) ** 2 for error, allowed in needed], default=0.0)
     if not (shown or contradicted) and factor > 1:
         wanted = float(f"{trajectories * factor:.2g}")
-        evidence += f"; the run is too imprecise to tell: by its spread, {wanted:,.0f} trajectories would do"
+        evidence += f"; the run is too imprecise to tell: {wanted:,.0f} trajectories would be enough"
     return Statement(text=text, evidence=evidence, shown=shown, contradicted=contradicted)
 
 
@@ -792,7 +792,7 @@ class Result:
 
 
 def two_parameters(*, probability: float = 0.7, start: float = 2.0, **changes: Any) -> Settings:
-    """Return the settings for `TwoParameters`; `changes` are other fields of `Settings` than the default ones."""
+    """Return the settings for `TwoParameters`; `changes` override fields of `Settings`."""
     fields = {"step_sizes": (0.1, 0.05, 0.025), "trajectories": 65536, **changes}
     return Settings(model=TwoParameters(probability, start), **fields)
 
@@ -859,7 +859,7 @@ def _rows(settings: Settings, batch_size: int, step_size: float, count: Callable
 
 
 def _limit(settings: Settings, rows: Sequence[Row], time: float) -> Row:
-    """Return what the rows of all step sizes say at step size 0: by the polynomial through all of them.
+    """Return the rows of all step sizes extrapolated to step size 0, by the polynomial through them.
 
     The traces are extrapolated as fractions of the flow's, whose times differ where no whole number of steps fits.
     """
