@@ -228,7 +228,7 @@ def _longer(data: DatasetResults) -> Figure:
         dataset.shown.longer,
         f"The model {size} at different steps of AdamW{_averaged(dataset)}.",
         _compared(data, size),
-        _loss(data, "step", saturated),
+        _loss(data, saturated),
     )
 
 
@@ -351,16 +351,15 @@ def _against_loss(
     )
 
 
-def _loss(data: DatasetResults, what: str, saturated: float | None, *, where: str = "") -> str:
-    """Return what a caption says of the loss: the entropy, and from which size or step on it is saturated."""
+def _loss(data: DatasetResults, saturated: float | None) -> str:
+    """Return what a caption says of the loss: the entropy, and from which step on it is saturated."""
     if not data.models:
         return "The entropy of the text is unknown, so the axis is the loss, with no mark of saturation."
     entropy = data.mean(data.ends(data.dataset.main), "entropy")
     if saturated is None:
-        mark = f"There is no mark of saturation:{where} the KL falls by {SATURATED:.0%} or more up to the last {what}."
+        mark = f"There is no mark of saturation: the KL falls by {SATURATED:.0%} or more up to the last step."
     else:
-        first = f"{',' * bool(where)}{where} the first {what} after which"
-        mark = f"The dashed line marks{first} the KL falls by less than {SATURATED:.0%}."
+        mark = f"The dashed line marks the first step after which the KL falls by less than {SATURATED:.0%}."
     return f"The loss is the KL plus the entropy, {number(entropy)} nats per token. {mark}"
 
 
