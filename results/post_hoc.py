@@ -8,6 +8,7 @@ nats. Each function returns rows of cells.
 """
 
 import functools
+import json
 import math
 import tomllib
 from pathlib import Path
@@ -237,6 +238,71 @@ def rise_table():
         losses = [by_optimizer(name, "loss", [arm]) for name in OPTIMIZERS]
         shares = [f"{100 * rise.mean() / loss.mean():.3f}" for rise, loss in zip(rises, losses, strict=True)]
         yield title, "<br>".join(with_error(*mean(rise[:, 0])) for rise in rises), "<br>".join(shares)
+
+
+# --- the paper's study: all claims of two draws -----------------------------------------------------------------------
+
+# a heading alone, or a comparison with its claims about transfer and about flatness, and the case of these
+PAPER_ROWS = (
+    ("*grammars* (tasks A; B; C)",),
+    ("SGD on sampled labels after AdamW − AdamW", "sgd-transfer", "sgd-flatter", ""),
+    ("SGD on sampled − on exact labels", "noise-transfer", "noise-flatter", ""),
+    ("AdamW, longer − shorter training", "longer-transfer", "longer-flatter", ""),
+    ("width 32 − width 16", "larger-transfer", "larger-flatter", "d16 to d32"),
+    ("width 64 − width 32", "larger-transfer", "larger-flatter", "d32 to d64"),
+    ("adversary − AdamW", "adversary-transfer", "adversary-sharper", ""),
+    ("helper − AdamW", "helper-transfer", "helper-flatter", ""),
+    ("AdamW − look-up table (probabilities)", "lookup-transfer", "", "probabilities"),
+    ("AdamW − look-up table (logarithms)", "lookup-transfer", "", "logarithms"),
+    ("*hidden Markov models* (state-2; state-3)",),
+    ("SGD on sampled labels after AdamW − AdamW", "hmm-sgd-transfer", "hmm-sgd-flatter", ""),
+    ("longer − shorter training", "hmm-longer-transfer", "", ""),
+    ("width 32 − width 16", "hmm-larger-transfer", "", "h16 to h32"),
+    ("*text that a model wrote* (sentence-order; sentence-source)",),
+    ("longer − shorter training", "generated-longer-transfer", "", ""),
+    ("width 32 − width 16", "generated-larger-transfer", "generated-larger-flatter", "d16 to d32"),
+    ("width 64 − width 32", "generated-larger-transfer", "generated-larger-flatter", "d32 to d64"),
+    ("*text* (sentence-source; docstring-module; docstring-kind), fine-tuned",),
+    ("longer − shorter training", "web-longer-transfer", "web-longer-flatter", ""),
+    ("no dropout or weight decay − both", "text-unregularized-transfer", "text-unregularized-sharper", ""),
+    ("SAM − AdamW, without dropout or weight decay", "text-sam-transfer", "text-sam-flatter", ""),
+)
+PAPER = ("paper-laptop", "paper-laptop-repeated")
+
+
+def paper_table(draws=PAPER):
+    """Return the difference of every claim of the study `paper`, bold where it has a decided verdict; all draws."""
+    claims = [
+        {each["claim"]: each["answers"] for each in json.loads((RESULTS / name / "summary.json").read_text())["claims"]}
+        for name in draws
+    ]
+
+    def cell(claim, *, of=lambda case: True):
+        each = [[text(answer) for answer in draw.get(claim, ()) if of(answer["case"])] for draw in claims]
+        return "<br>".join("; ".join(some) for some in each) if any(each) else ""
+
+    def text(answer):
+        found = answer["difference"]
+        if found is None:
+            return "–"
+        shown = with_error(found["value"], found["stderr"]) if found["stderr"] else signed(found["value"], 2)
+        return f"**{shown}**" if answer["verdict"] in ("shown", "contradicted") else shown
+
+    yield ("difference", "transfer", "100 examples", "trace", "minimal trace")
+    for label, *rest in PAPER_ROWS:
+        if not rest:
+            yield (label, "", "", "", "")
+            continue
+        better, flatter, only = rest
+        yield (
+            label,
+            cell(better, of=lambda case, only=only: "100 examples" not in case and only in case),
+            cell(better, of=lambda case, only=only: "100 examples" in case and only in case),
+            *(
+                cell(flatter, of=lambda case, only=only, t=trace: case.startswith(t) and only in case)
+                for trace in ("trace", "minimal-trace")
+            ),
+        )
 
 
 TABLES = (trend_table, rank_and_transfer, baseline_table, association_table, rise_table)

@@ -122,7 +122,7 @@ def test_arms_differ_in_what_is_added_to_the_loss_and_the_control_in_its_sentenc
 # --- known results ---------------------------------------------------------------------------------------------------
 
 GRAMMARS = 5
-FEW = dataclasses.replace(SCALES["laptop"], grammars=SCALES["laptop"].grammars[:GRAMMARS])
+FEW = dataclasses.replace(SCALES["laptop"], grammars=SCALES["laptop"].grammars[:GRAMMARS], seeds_per_grammar=2)
 PER_NAT = -500.0  # points of accuracy
 
 
@@ -183,6 +183,16 @@ def test_the_claims_are_judged_by_slopes(results):
     cards = answer(list(claims.values()), results)
     assert cards[0].value.startswith("No, the opposite: -1.99")
     assert len(cards) == 3
+
+
+def test_a_base_with_an_arm_that_diverged_is_left_out_and_told(results):
+    unit = FEW.units[0]
+    name, end = unit.run("sharp-3"), results.at(unit.run("sharp-3"))
+    broken = {**end, "kl": dataclasses.replace(end["kl"], value=2 * FEW.largest_kl)}
+    others = type(results)(FEW, {**results.checkpoints, (name, results.last_step(name)): broken}, results.folder)
+    assert FEW.complete(others) == list(FEW.units[1:])
+    assert "Of 10 bases, 1 left out: an arm of these ended above 0.0006." in tables(others)[1].caption
+    assert "left out" not in tables(results)[1].caption
 
 
 def test_the_figure_has_a_curve_for_each_grammar_and_the_means(tmp_path, results):

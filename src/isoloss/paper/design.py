@@ -180,6 +180,7 @@ class AtOneLoss(OverGrammars):
     """A study of models that end at one KL; what is left of its differences is taken out by slopes on the KL."""
 
     target_kl: float  # nats per predicted token: where every arm ends
+    largest_kl: float = math.inf  # a unit is left out if an arm ends above it: it has diverged
 
     needed: ClassVar[tuple[str, ...]]  # arms, of which a unit must have results
     falling: ClassVar[tuple[str, str]]  # two arms between which the KL falls and else nothing is done
@@ -199,8 +200,13 @@ class AtOneLoss(OverGrammars):
         return {part: {key: 1.0 for key in end if key.startswith(f"{part}-")} for part in self.parts}
 
     def complete(self, results: Results) -> list[Unit]:
-        """Return the units that have results for all arms."""
-        return units_with(results, *self.needed)
+        """Return the units that have results for all arms, of which none has diverged."""
+        ends = [arm for arm in self.needed if arm != self.falling[0]]
+        return [
+            unit
+            for unit in units_with(results, *self.needed)
+            if all(results.at(unit.run(arm))["kl"].value <= self.largest_kl for arm in ends)
+        ]
 
     def at_end(self, results: Results, arm: str) -> list[Checkpoint]:
         """Return the last checkpoint of an arm, by unit, with what is made of its estimates."""

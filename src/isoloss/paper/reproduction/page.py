@@ -63,7 +63,7 @@ def _with_room(data: DatasetResults) -> list[Column]:
     for place, key in enumerate(data.dataset.few_shot):
         if data.mean(data.ends(*data.control), columns[place].name).value > ALMOST_PERFECT:
             task = columns[place].title.rpartition(" ")[2]
-            title = f"Probe accuracy, {task}, {key.rpartition('-')[2]} examples"
+            title = f"{key.rpartition('-')[2]}-shot accuracy, {task}"
             columns[place] = Column(key, title, "%", percent=True)
     return columns
 
