@@ -50,10 +50,12 @@ class DatasetResults:
 
     def end(self, unit: Unit, arm: str, step: int | None = None) -> Checkpoint:
         """Return the end of a size or arm: after the cooldown of a step, by default the last, where there is one."""
-        # an arm that continues the main model has its cooldown as the last stage of its own run
         after_cooldown = cooldown_run(arm, step or self.dataset.last)
         is_run = unit.run(after_cooldown) in self.results.experiments
-        return self.at(unit, after_cooldown if is_run else arm)
+        # an arm that continues the main model has its cooldown as the last stage of its own run; a run of that name
+        # follows an earlier step of its own
+        continues = arm in self.dataset.arms and self.dataset.arms[arm].stages
+        return self.at(unit, after_cooldown if is_run and not continues else arm)
 
     def cooled(self, arm: str, step: int, length: int = 0) -> Model:
         """Return the end of a cooldown after a step; `length` as for `cooldown_run`."""
