@@ -13,7 +13,7 @@ from scipy import stats
 
 from isoloss.paper.reproduction import page
 from isoloss.paper.reproduction import tables as published
-from isoloss.paper.reproduction.compare import Model, by_dataset, contrasts, interpolated_control
+from isoloss.paper.reproduction.compare import Model, by_dataset, comparisons, contrasts, interpolated_control
 from isoloss.paper.reproduction.design import SGD_SHOWN, SHOWN, Reproduction
 from isoloss.paper.reproduction.scales import EVENING, SMOKE
 from isoloss.paper.reproduction.study import STUDY, answer
@@ -335,6 +335,11 @@ def test_an_arm_that_continues_the_control_is_compared_after_all_of_its_steps():
     assert (one.run("sgd-sampled-15000-cooldown"), 2_000) in results.checkpoints
     assert data.end(one, "sgd-sampled", dataset.start) is results.at(one.run("sgd-sampled"), 32_000)
     assert data.end(one, "adversary", dataset.start) is results.at(one.run("adversary-15000-cooldown"))
+    # longer training is that of the model that the figure beside the verdict follows
+    (longer,) = (each for each in comparisons(dataset) if each.kind == "longer")
+    pair = longer.pair(data, one)
+    assert pair is None or pair[1]["kl"].value == results.at(one.run("d512-30000-cooldown"))["kl"].value
+    assert "checkpoints of d512 after 15,000 steps" in longer.where
 
 
 def test_a_factor_of_one_pair_has_the_error_over_its_examples(known):

@@ -268,23 +268,24 @@ class Comparison(NamedTuple):
 def comparisons(dataset: Dataset) -> Iterator[Comparison]:
     """Return what is compared on a dataset, in the order of its page."""
     main, start, last, cooled = dataset.main, dataset.start, dataset.last, bool(dataset.cooldowns)
+    followed = dataset.followed or main
+    at_control = (
+        "The first model is interpolated, linearly in log KL, between two checkpoints of {size} after "
+        f"{start:,} steps and cooldowns of different lengths whose KLs bracket the second's, so both have the same KL "
+        "by construction."
+    )
     if cooled:
-        between = f"of {main} after {start:,} steps and cooldowns of different lengths"
-        at_control = (
-            f"The first model is interpolated, linearly in log KL, between two checkpoints {between} whose KLs bracket "
-            "the second's, so both have the same KL by construction."
-        )
         yield Comparison(
             "longer",
             (f"{start:,} steps", f"{last:,} steps"),
-            lambda data, unit: interpolated_control(data.path(unit, main), data.end(unit, main)),
-            at_control,
+            lambda data, unit: interpolated_control(data.path(unit, followed), data.end(unit, followed)),
+            at_control.format(size=followed),
         )
     elif dataset.shown.longer:
         yield Comparison(
             "longer",
             ("Fewer steps", f"{last:,} steps"),
-            lambda data, unit: interpolated_control(data.path(unit, main)[:-1], data.end(unit, main)),
+            lambda data, unit: interpolated_control(data.path(unit, followed)[:-1], data.end(unit, followed)),
             "The first model is interpolated, linearly in log loss, between two checkpoints of the same run whose "
             "losses bracket that of the last step.",
         )
@@ -309,7 +310,9 @@ def comparisons(dataset: Dataset) -> Iterator[Comparison]:
         if cooled:
             kind, title = ("sgd", "SGD") if kind == SGD_SAMPLED else (kind, arm.title)
             names = ("Post-layer-norm", title) if kind == "pre-ln" else ("AdamW at the same loss", title)
-            yield Comparison(kind, names, functools.partial(_control_of_arm, arm=name), at_control, case)
+            yield Comparison(
+                kind, names, functools.partial(_control_of_arm, arm=name), at_control.format(size=main), case
+            )
         # one that continues where the control ends has a loss that no two of the control's checkpoints enclose
         elif not arm.stages:
             control = "unregularized" if kind == "sam" else main
