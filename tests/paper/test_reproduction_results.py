@@ -342,17 +342,24 @@ def test_an_arm_that_continues_the_control_is_compared_after_all_of_its_steps():
     assert "checkpoints of d512 after 15,000 steps" in longer.where
 
 
-def test_a_factor_of_one_pair_has_the_error_over_its_examples(known):
+def test_a_factor_of_one_pair_has_the_error_over_its_examples():
     pair = checkpoint(0.1, 20.0, [1.0, -1.0]), checkpoint(0.1, 10.0, [3.0, -3.0])
     found = factor([pair], "trace", [])
     assert (found.value, found.unit) == (0.5, "times")
     # of second - 0.5 first the examples add 2.5 and -2.5, so its error is 2.5
     assert found.stderr == pytest.approx(2.5 / 20)
-    # as on the page of the first language that is done
-    (dataset,) = known.scale.datasets
-    first = dataclasses.replace(dataset, languages=dataset.languages[:1], seeds=1)
-    results = Known(dataclasses.replace(known.scale, datasets=(first,)), known.checkpoints, None)
-    assert page.parts(results).figures[0].name == "pcfg-longer"
+
+
+def test_the_page_of_the_first_language_that_is_done_speaks_of_it_alone():
+    whole = known_results(seeds=1)
+    figures = {}
+    for complete in ((1,), (0, 2)):
+        results = Known(whole.scale, whole.checkpoints, None, complete)
+        figures[len(complete)] = page.parts(results).figures[0]
+        assert len(by_dataset(results)[0].dataset.languages) == len(complete)
+    assert "averaged over" not in figures[1].caption
+    assert "of one run each" in figures[1].caption
+    assert "averaged over languages" in figures[2].caption
 
 
 def bars_beyond_their_frame(figure):

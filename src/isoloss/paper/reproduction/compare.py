@@ -168,9 +168,16 @@ class DatasetResults:
 
 
 def by_dataset(results: Results) -> list[DatasetResults]:
-    """Return the results on each dataset that has any."""
+    """Return the results on each dataset that has any: of the languages that are done alone, as captions say."""
     scale: Reproduction = results.scale
-    return [data for dataset in scale.datasets if (data := DatasetResults(results, dataset)).units]
+    found = []
+    for dataset in scale.datasets:
+        units = DatasetResults(results, dataset).units
+        # a text is named after its place among the languages, which stays
+        if any(hasattr(unit.language, "seed") for unit in units):
+            dataset = dataclasses.replace(dataset, languages=tuple(dict.fromkeys(unit.language for unit in units)))
+        found += [DatasetResults(results, dataset)] if units else []
+    return found
 
 
 def clusters_of(units: Sequence[Unit]) -> list[str]:
