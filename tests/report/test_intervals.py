@@ -36,8 +36,7 @@ def test_every_interval_is_drawn_in_its_row_and_panel():
     for panel, given in zip(spec["concat"], PANELS, strict=True):
         reference, lines, points = panel["layer"]
         assert values(spec, reference) == [{"value": given.reference}]
-        rows = [{"panel": given.title, **dataclasses.asdict(each)} for each in given.intervals]
-        assert values(spec, lines) == values(spec, points) == rows
+        assert values(spec, lines) == values(spec, points) == [dataclasses.asdict(each) for each in given.intervals]
         assert (lines["encoding"]["x"]["field"], lines["encoding"]["x2"]["field"]) == ("low", "high")
         assert points["encoding"]["y"]["sort"] == ["b", "a"]
         low, high = points["encoding"]["x"]["scale"]["domain"]

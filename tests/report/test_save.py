@@ -12,6 +12,8 @@ from isoloss.errors import IsolossError
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, accuracy
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
+from isoloss.report.panels import Axis, Panel, Series
+from isoloss.report.panels import draw as draw_panels
 from isoloss.report.save import AXES, PANEL, printed, save
 
 ROOT = accuracy("root")
@@ -115,3 +117,9 @@ def test_data_of_intervals_name_their_panel(tmp_path):
     panels = [IntervalPanel(title=title, intervals=[one]) for title in ("trace (nats)", "accuracy (points)")]
     save(intervals(panels, ["SGD"], note="95 %"), tmp_path / "a.csv")
     assert pl.read_csv(tmp_path / "a.csv")["panel"].to_list() == ["trace (nats)", "accuracy (points)"]
+    points = Series(name="SGD", color="#000000", points=[(1.0, 2.0)])
+    flow = Series(name="flow", color="#000000", curve=[(1.0, 2.0), (2.0, 3.0)])
+    drawn = [Panel(x=Axis(title="time"), y=Axis(title="flow"), series=[flow])]  # has no points
+    drawn += [Panel(x=Axis(title="time"), y=Axis(title=title), series=[points]) for title in ("trace", "distance")]
+    save(draw_panels(drawn, note=""), tmp_path / "b.csv")
+    assert pl.read_csv(tmp_path / "b.csv")["panel"].to_list() == ["trace against time", "distance against time"]

@@ -69,7 +69,7 @@ def _panel(panel: IntervalPanel, rows: Sequence[str], series: list[str], color: 
     )
     x = charts.axis("value", panel.title, ends, log=panel.log)
     reference = {"type": "rule", "color": charts.INK, "strokeDash": [4, 4], "opacity": 0.5}
-    drawn = [{"panel": panel.title, **vars(each)} for each in panel.intervals]
+    drawn = [vars(each) for each in panel.intervals]
     placed = {"y": y, "yOffset": nominal("series", sort=series), "color": color}
     lines = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}
     point = {"type": "point", "filled": True, "size": charts.POINT, "opacity": 1}
