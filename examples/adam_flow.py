@@ -70,9 +70,10 @@ def verdict(text, estimates, wanted):
     figures = ", ".join(f"{rounded(-each.value, each.stderr)} (B = {size})" for size, each in estimates.items())
     needed = max(each.stderr / (PRECISION * wanted) for each in estimates.values())
     near = all(abs(each.value - wanted) <= ERRORS * each.stderr for each in estimates.values())
+    off = any(abs(each.value - wanted) > ERRORS * each.stderr for each in estimates.values())  # neither, if not finite
     if near and needed > 1:
         figures += f"; too imprecise to tell: {needed**2:.2f} times as many trajectories would be enough"
-    return Statement(text=text, evidence=figures, shown=near and needed <= 1, contradicted=not near)
+    return Statement(text=text, evidence=figures, shown=near and needed <= 1, contradicted=off)
 
 
 def study(model, *, step_sizes, time, trajectories, batch_sizes=(1, 4), seed=0):

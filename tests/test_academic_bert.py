@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import academic_models
 from academic_models import WORDS, make_config, random_weights, save
 from isoloss import evaluate, load_language, load_model
-from isoloss.errors import IsolossError
+from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.lab.languages.exact import all_sentences
 from isoloss.text.inputs import read_inputs
 
@@ -47,6 +47,19 @@ def test_safetensors_are_read_like_a_bin_file(tmp_path):
         assert torch.equal(value, one.state_dict()[name])
 
 
+@pytest.mark.parametrize("name", ["cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"])
+def test_shared_weights_may_be_stored_once_and_names_have_prefixes(tmp_path, name):
+    config = make_config("pre-ln", pad_token_id=None)
+    weights = random_weights(config)
+    once = {f"module.{key}": value for key, value in weights.items() if key != name}
+    with pytest.warns(IsolossWarning, match="prefixes of torch.compile or DataParallel"):
+        model = load_model(save(tmp_path / "model", config, once), device="cpu").model
+    with torch.no_grad():
+        found = model(input_ids=IDS, attention_mask=MASK).logits
+    expected = academic_models.logits(weights, config, IDS, MASK)
+    torch.testing.assert_close(found[MASK.bool()], expected[MASK.bool()], rtol=0, atol=1e-5)
+
+
 def missing(folder, weights):
     del weights["bert.encoder.layer.1.PreAttentionLayerNorm.bias"]
 
@@ -59,6 +72,14 @@ def of_another_shape(folder, weights):
     weights["bert.embeddings.LayerNorm.bias"] = torch.zeros(3)
 
 
+def untied(folder, weights):
+    weights["cls.predictions.decoder.weight"] = torch.zeros(16, 12)
+
+
+def codes(folder, weights):
+    weights["bert.embeddings.LayerNorm.bias"] = torch.zeros(12, dtype=torch.int8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -69,13 +90,16 @@ def of_another_shape(folder, weights):
         (missing, "cannot be loaded: .*Missing key.*layer.1.attention.LayerNorm.bias"),
         (unexpected, "cannot be loaded: .*Unexpected key.*attention.gate"),
         (of_another_shape, "cannot be loaded: .*size mismatch for roberta_prelayernorm.embeddings.LayerNorm.bias"),
+        (untied, r"word_embeddings.weight and another cls\.predictions\.decoder\.weight"),
+        (codes, r"LayerNorm\.bias in torch\.int8, not in floating-point"),
+        ({"num_attention_heads": None}, "lacks num_attention_heads in its config.json"),
     ],
 )
 def test_what_would_be_another_function_is_refused(tmp_path, change, message):
     config = make_config("pre-ln")
     weights = random_weights(config)
     if isinstance(change, dict):
-        config |= change
+        config = {name: value for name, value in {**config, **change}.items() if value is not None}
     else:
         change(tmp_path, weights)
     with pytest.raises(IsolossError, match=message):
@@ -120,6 +144,15 @@ def test_a_language_whose_words_it_knows(framed, tmp_path):
     torch.testing.assert_close(found[present], expected[present], rtol=0, atol=1e-5)
     with pytest.raises(IsolossError, match=r"vocab\.txt lacks words of the language: unheard"):
         load_model(folder, device="cpu", words=["unheard"])
+    # a line ends at \n alone
+    (folder / "vocab.txt").write_text("\n".join(["\u2028", *vocabulary]))
+    moved = load_model(folder, device="cpu", words=language.vocabulary).model.get_input_embeddings().weight
+    stored = weights["bert.embeddings.word_embeddings.weight"]
+    assert torch.equal(moved[0], stored[1 + vocabulary.index(language.vocabulary[0])])
+    (folder / "vocab.txt").write_text("\n".join([*map(str, range(9)), *vocabulary]))
+    with pytest.raises(IsolossError, match=r"more words in its vocab\.txt than the vocab_size"):
+        load_model(folder, device="cpu", words=language.vocabulary)
+    save(folder, config, weights, vocabulary[len(WORDS) :])
 
     settings = {"loss_sentences": "all", "num_sequences": 200}
     (loss, trace) = evaluate(folder, ["loss", "trace"], language=f"framed:{tmp_path / 'rules.txt'}", settings=settings)
@@ -175,6 +208,10 @@ def test_masked_ids_of_hdf5_files(tmp_path):
     for changes, message in (
         ({"segment_ids": [[0, 0, 0, 1, 0, 0]] * 3}, "pairs of sentences"),
         ({"masked_lm_positions": [[1, 0], [2, 9], [4, 0]]}, "not a readable HDF5 file .*out of bounds"),
+        ({"masked_lm_positions": [[1, -1], [2, 3], [4, 0]]}, "a masked position in the padding, or a negative number"),
+        ({"masked_lm_positions": [[5, 0], [2, 3], [4, 0]]}, "a masked position in the padding"),
+        ({"masked_lm_ids": [[16, 0], [6, 9], [12, 0]]}, "has the token id 16"),
+        ({"input_mask": [[1] * 6]}, r"its shapes are \(3, 6\), \(1, 6\)"),
     ):
         with pytest.raises(IsolossError, match=message):
             read_inputs(shard(tmp_path / "wrong.h5", **changes), **options)

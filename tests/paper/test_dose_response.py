@@ -198,6 +198,7 @@ def test_a_base_with_an_arm_that_diverged_is_left_out_and_told(results):
 def test_the_figure_has_a_curve_for_each_grammar_and_the_means(tmp_path, results):
     figure, others = page.parts(results).figures
     save(figure.chart, tmp_path / "figure.svg")
+    save(figure.chart, tmp_path / "figure.csv")
     assert (tmp_path / "figure.svg").read_text().count(">Minimal trace over the sham") == 2
     assert len(others.chart["concat"]) == len(FEW.probes) + 1
     panel = figure.chart["concat"][0]["layer"]

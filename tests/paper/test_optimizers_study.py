@@ -141,5 +141,6 @@ def test_tables_answer_and_page_are_of_the_arms(tmp_path):
     made = parts(results)
     for figure in made.figures:
         save(figure.chart, tmp_path / f"{figure.name}.svg")
+        save(figure.chart, tmp_path / f"{figure.name}.csv")
     assert (tmp_path / "arms.svg").read_text().count("Schedule-free AdamW") >= 1
     assert (tmp_path / "associations.svg").read_text().count("rise at 3 bits") >= 1

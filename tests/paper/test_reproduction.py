@@ -1,12 +1,14 @@
 """The study `paper`: what its scales have of the paper's figures and tables, row by row."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from isoloss import config as configs
+from isoloss.cli.main import main
 from isoloss.lab.presets import PRESETS
 from isoloss.paper.reproduction.design import Costs, Tokens
 from isoloss.paper.reproduction.scales import POWER
@@ -251,3 +253,18 @@ def test_a_repetition_has_other_grammars(scale):
 
     assert len(grammars(0)) == len(grammars(1)) > 1
     assert not grammars(0) & grammars(1)
+
+
+def test_the_table_of_settings_says_of_which_models_a_value_is(capsys):
+    """Text has two sets of runs with one name, with dropout and without, and a cooldown has another schedule."""
+    assert main(["study", "show", "paper", "--scale", "smoke", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    dropout = settings["model.dropout"]
+    assert dropout["0.1"] == ["some of corpus: d16"]
+    assert "some of corpus: d16" in dropout["0.0"]
+    assert "corpus: all" not in dropout["0.0"]
+    assert "pcfg: d32" in settings["optimizer.schedule"]["constant"]
+    assert "pcfg: d32 (continued)" in settings["optimizer.schedule"]["cosine"]
+    assert settings["optimizer.name"] == {"adamw": []}
+    # a default that no study names
+    assert settings["measures.probe_epochs"] == {"100": ["pcfg: all", "hmm: all", "teacher: all"]}

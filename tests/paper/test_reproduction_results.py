@@ -13,11 +13,12 @@ from scipy import stats
 
 from isoloss.paper.reproduction import page
 from isoloss.paper.reproduction import tables as published
-from isoloss.paper.reproduction.compare import Model, by_dataset, contrasts, interpolated_control
+from isoloss.paper.reproduction.compare import Model, by_dataset, comparisons, contrasts, interpolated_control
 from isoloss.paper.reproduction.design import SGD_SHOWN, SHOWN, Reproduction
 from isoloss.paper.reproduction.scales import EVENING, SMOKE
 from isoloss.paper.reproduction.study import STUDY, answer
 from isoloss.paper.reproduction.tables import _expansions, _interpolation, _ranking, _same_loss, compared, tables
+from isoloss.paper.tables import factor
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.claims import Answer, ClaimResult, Verdict, judge_claims
 from isoloss.studies.claims import answer as studies_answer
@@ -324,6 +325,43 @@ def test_longer_training_is_drawn_as_differences_at_one_loss():
     assert {value for line in lines for row in line for value in row.values()} & references
 
 
+def test_an_arm_that_continues_the_control_is_compared_after_all_of_its_steps():
+    """Also where it has a cooldown after as many of its steps as the control has had: at the scale `paper`, 15,000."""
+    whole = STUDY.scale("paper").datasets[0]
+    dataset = dataclasses.replace(whole, languages=whole.languages[:1])
+    results = drawn_results(Reproduction(description="known", datasets=(dataset,)))
+    (data,) = by_dataset(results)
+    (one,) = data.units
+    assert (one.run("sgd-sampled-15000-cooldown"), 2_000) in results.checkpoints
+    assert data.end(one, "sgd-sampled", dataset.start) is results.at(one.run("sgd-sampled"), 32_000)
+    assert data.end(one, "adversary", dataset.start) is results.at(one.run("adversary-15000-cooldown"))
+    # longer training is that of the model that the figure beside the verdict follows
+    (longer,) = (each for each in comparisons(dataset) if each.kind == "longer")
+    pair = longer.pair(data, one)
+    assert pair is None or pair[1]["kl"].value == results.at(one.run("d512-30000-cooldown"))["kl"].value
+    assert "checkpoints of d512 after 15,000 steps" in longer.where
+
+
+def test_a_factor_of_one_pair_has_the_error_over_its_examples():
+    pair = checkpoint(0.1, 20.0, [1.0, -1.0]), checkpoint(0.1, 10.0, [3.0, -3.0])
+    found = factor([pair], "trace", [])
+    assert (found.value, found.unit) == (0.5, "times")
+    # of second - 0.5 first the examples add 2.5 and -2.5, so its error is 2.5
+    assert found.stderr == pytest.approx(2.5 / 20)
+
+
+def test_the_page_of_the_first_language_that_is_done_speaks_of_it_alone():
+    whole = known_results(seeds=1)
+    figures = {}
+    for complete in ((1,), (0, 2)):
+        results = Known(whole.scale, whole.checkpoints, None, complete)
+        figures[len(complete)] = page.parts(results).figures[0]
+        assert len(by_dataset(results)[0].dataset.languages) == len(complete)
+    assert "averaged over" not in figures[1].caption
+    assert "of one run each" in figures[1].caption
+    assert "averaged over languages" in figures[2].caption
+
+
 def bars_beyond_their_frame(figure):
     """The ends of bars, bands and lines that lie beyond the domain of their axis: figure, field, value, domain."""
     found = []
@@ -487,6 +525,28 @@ def test_the_error_of_the_interpolation_is_that_of_a_cooldown_between_two_others
     assert row["trace"].value == pytest.approx(2.0)
     assert row["probe-prefix-4"].value == pytest.approx(0.0)
     assert {"minimal-trace", "trace-in-d32-paper", "trace-in-d32-exact"} < row.keys()  # all that claims judge
+
+
+def test_captions_say_what_holds_at_their_scale():
+    """No baseline is drawn of hidden Markov models, and the gap is compared with the paper's as it is."""
+    captions = {}
+    for name in ("smoke", "paper"):
+        few = [dataclasses.replace(each, languages=each.languages[:2], seeds=1) for each in STUDY.scale(name).datasets]
+        results = drawn_results(dataclasses.replace(STUDY.scale(name), datasets=tuple(few)))
+        for data in by_dataset(results):
+            if data.dataset.name == "hmm":
+                assert "Horizontal lines" not in page._caption(data)
+            if data.dataset.name == "pcfg":
+                captions[name] = page._caption(data)
+                assert "Horizontal lines" in captions[name]
+    assert "In the paper, on a larger grammar" in captions["smoke"]
+    assert "In the paper, losses are 3.204 to 3.208 nats" in captions["paper"]
+    for loss, is_larger in ((0.14, True), (0.12, False)):
+        results = known_text()
+        for one in results.scale.datasets[0].units:
+            results.at(one.run("unregularized"))["generalization-gap"] = measured(loss, unit="nats")
+        (data,) = by_dataset(results)
+        assert ("It is larger here" in published._flatness(data).caption) == is_larger
 
 
 def test_larger_models_minus_smaller_ones_by_expansion():

@@ -1,5 +1,6 @@
 """Charts as files for a paper: the same bytes every time, and what a reader needs on them."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import pytest
 from isoloss.errors import IsolossError
 from isoloss.report import charts
 from isoloss.report.data import KL, MINIMAL_TRACE, TRACE, accuracy
+from isoloss.report.intervals import Interval, IntervalPanel, intervals
+from isoloss.report.panels import Axis, Panel, Series
+from isoloss.report.panels import draw as draw_panels
 from isoloss.report.save import AXES, PANEL, printed, save
 
 ROOT = accuracy("root")
@@ -94,3 +98,28 @@ def test_panels_that_belong_together_take_full_rows(table):
     four = charts.magnified(both, KL, [TRACE, MINIMAL_TRACE], ups, band=(0.0, 1.0))
     three = charts.magnified(table, KL, [TRACE], ups, band=(0.0, 1.0))
     assert [(len(printed(chart)["concat"]), printed(chart)["columns"]) for chart in (four, three)] == [(8, 2), (6, 3)]
+
+
+def test_data_beside_a_figure_have_the_units_of_its_axes(table, tmp_path):
+    minus = dataclasses.replace(TRACE, unit="times the control's", reference=1.0)
+    save(charts.curves(table, (KL, ROOT, minus)), tmp_path / "a.csv")
+    written = pl.read_csv(tmp_path / "a.csv")
+    first = table.row(0, named=True)
+    row = written.filter(pl.col("run") == first["run"], pl.col("step") == first["step"]).row(0, named=True)
+    assert row["Probe accuracy, root (%)"] == pytest.approx(100 * first["probe-root"])
+    assert row["Probe accuracy, root (%), high"] == pytest.approx(100 * (first["probe-root"] + 1.96 * 0.006), abs=0.01)
+    assert "Trace of the Fisher (times the control's)" in row
+    assert "trace" not in row
+
+
+def test_data_of_intervals_name_their_panel(tmp_path):
+    one = Interval(row="SGD", series="", value=2.0, low=1.0, high=3.0, text="2.0 ± 0.5")
+    panels = [IntervalPanel(title=title, intervals=[one]) for title in ("trace (nats)", "accuracy (points)")]
+    save(intervals(panels, ["SGD"], note="95 %"), tmp_path / "a.csv")
+    assert pl.read_csv(tmp_path / "a.csv")["panel"].to_list() == ["trace (nats)", "accuracy (points)"]
+    points = Series(name="SGD", color="#000000", points=[(1.0, 2.0)])
+    flow = Series(name="flow", color="#000000", curve=[(1.0, 2.0), (2.0, 3.0)])
+    drawn = [Panel(x=Axis(title="time"), y=Axis(title="flow"), series=[flow])]  # has no points
+    drawn += [Panel(x=Axis(title="time"), y=Axis(title=title), series=[points]) for title in ("trace", "distance")]
+    save(draw_panels(drawn, note=""), tmp_path / "b.csv")
+    assert pl.read_csv(tmp_path / "b.csv")["panel"].to_list() == ["trace against time", "distance against time"]

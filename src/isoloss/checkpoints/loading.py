@@ -176,8 +176,11 @@ def load_model(
 
             paths: set[Path | None] = {w.path for w in stored.values()} or {checkpoint_file(file=PICKLE, **place)}
             state = {key: value for path in paths if path for key, value in _read_state(path).items()}
+            state = _without_wrappers(name, state)
             vocabulary = checkpoint_file(file="vocab.txt", **place) if words else None
-            ids = {} if vocabulary is None else {w: n for n, w in enumerate(vocabulary.read_text().splitlines())}
+            # a line ends at \n alone: a word may be another character that ends lines, such as U+2028
+            lines = [] if vocabulary is None else vocabulary.read_text(encoding="utf-8").split("\n")
+            ids = {word: number for number, word in enumerate(lines)}
             wanted = (*words, "[PAD]", "[MASK]") if ids else ()
             if unknown := set(wanted) - ids.keys():
                 raise IsolossError(f"{vocabulary} lacks words of the language: {_some(unknown)}")
@@ -351,9 +354,8 @@ def _load_module(
 def _copy_weights(model: nn.Module, path: Path, *, leave_out: bool) -> None:
     """Copy the weights in a file into a module, which must have all of them and no others."""
     state, needed = _read_state(path), model.state_dict(keep_vars=True)
-    if not state.keys() <= needed.keys() and any(re.search("|".join(_WRAPPERS), key) for key in state):
-        state = {re.sub("|".join(_WRAPPERS), "", key): value for key, value in state.items()}
-        warn(f"the weights of {path} have prefixes of torch.compile or DataParallel in their names: they are left out")
+    if not state.keys() <= needed.keys():
+        state = _without_wrappers(path, state)
     name = type(model).__name__
     shared = state.keys() & needed.keys()
     if codes := {key for key in shared if needed[key].is_floating_point() and state[key].dtype not in _TYPES}:
@@ -435,6 +437,14 @@ def _read_state(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise IsolossError(f"{path} holds no state dict, neither as it is nor below `model` or `state_dict`")
     return dict(found)
+
+
+def _without_wrappers(name: str | Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights by their names without prefixes of torch.compile and DataParallel."""
+    named = {re.sub("|".join(_WRAPPERS), "", key): value for key, value in state.items()}
+    if named.keys() != state.keys():
+        warn(f"the weights of {name} have prefixes of torch.compile or DataParallel in their names: they are left out")
+    return named
 
 
 # --- what the loaded model is checked for ----------------------------------------------------------------------------

@@ -261,7 +261,7 @@ class _Show(_Command):
 
     def run(self) -> int:
         folder = self.study()
-        values = _settings(folder)
+        values = _settings(folder) if self.settings or self.json else {}
         claims = {claim.id: claim.statement for claim in folder.study.claims}
         if self.json:
             common.emit_json({"scale": folder.scale_name, "claims": claims, "settings": values})
@@ -601,28 +601,44 @@ def _document(folder: StudyFolder, states: Sequence[UnitStatus], workers: int) -
 
 
 def _settings(folder: StudyFolder) -> dict[str, dict[str, list[str]]]:
-    """Return each setting's values, each with the models that have it, by language: none where all have it."""
+    """Return each setting's values, each with the models that have it, by language: none where all have it.
+
+    Models of one name may differ, as one of them continues another. Of those that do, only some have a value.
+    """
+    from isoloss.lab.evaluation.measures.base import settings_of
+
     found: dict[str, dict[str, dict[str, None]]] = {}
     languages: dict[str, dict[str, None]] = {}
+    measuring: dict[str, list[tuple[str, Any]]] = {}  # by measurement: what its measures take, with defaults
     for name, experiment in folder.scale.experiments.items():
         config = configs.to_dict(experiment.config)
         language = (config.get("language") or {}).get("kind", "")
-        model = ": ".join(filter(None, (language, experiment.group or name)))
+        continued = " (continued)" * bool(config.get("init_from"))
+        model = ": ".join(filter(None, (language, f"{experiment.group or name}{continued}")))
         languages.setdefault(language, {})[model] = None
-        measuring = {key: value for part in experiment.measurements for key, value in part.settings.items()}
-        for setting, value in _flat({**config, "measures": measuring}):
+        values = [*_flat(config)]
+        for part in experiment.measurements:
+            key = f"{part.measures} {part.settings}"
+            if key not in measuring:
+                taken = [settings_of(measure, part.settings) for measure in part.measures]
+                measuring[key] = [each for some in taken for each in _flat({"measures": some})]
+            values += measuring[key]
+        for setting, value in values:
             if setting.rpartition(".")[2] not in _OF_ONE_RUN:
                 found.setdefault(setting, {}).setdefault(str(value), {})[model] = None
 
-    def named(some: dict[str, None]) -> list[str]:
-        whole = [language for language, models in languages.items() if models.keys() <= some.keys()]
+    def named(value: str, values: dict[str, dict[str, None]]) -> list[str]:
+        others = {model for other, models in values.items() if other != value for model in models}
+        alone = values[value].keys() - others
+        whole = [language for language, models in languages.items() if models.keys() <= alone]
         if len(whole) == len(languages):
             return []
-        rest = some.keys() - {model for language in whole for model in languages[language]}
-        return [f"{language}: all" for language in whole] + [model for model in some if model in rest]
+        rest = values[value].keys() - {model for language in whole for model in languages[language]}
+        some = [f"{'' if model in alone else 'some of '}{model}" for model in values[value] if model in rest]
+        return [f"{language}: all" for language in whole] + some
 
     return {
-        setting: {value: named(some) for value, some in values.items()}
+        setting: {value: named(value, values) for value in values}
         for setting, values in found.items()
         if values.keys() != {"None"}
     }

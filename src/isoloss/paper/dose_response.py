@@ -79,7 +79,7 @@ class DoseResponse(AtOneLoss):
     base_kl: float  # nats per masked token: where the base ends
     base_steps: int  # of the base: AdamW with exact labels, at most
     steps: int  # of the stage that differs between arms
-    weights: tuple[float, float, float]  # of the penalty for a flatter model, ascending
+    weights: tuple[float, float, float]  # of the penalty on the trace's logarithm for a flatter model, ascending
     sharp_weights: tuple[float, float, float]  # of the penalty for a sharper one, ascending in size
     sentences: int = 8  # that the penalty's trace is estimated on
     entropy_weights: tuple[float, float]  # of the features' spectral entropy: for a lower rank, below 0, and a higher
@@ -172,7 +172,7 @@ class DoseResponse(AtOneLoss):
         """Return the algorithm and the steps of the stage between base and cooldown, by arm."""
         weights = (*(-weight for weight in self.sharp_weights[::-1]), 0.0, *self.weights)
         penalties = {
-            arm: FisherPenaltyConfig(weight=weight, sentences=self.sentences)
+            arm: FisherPenaltyConfig(weight=weight, logarithm=True, sentences=self.sentences)
             for arm, weight in zip(DOSES, weights, strict=True)
         }
         entropies = {
@@ -198,12 +198,12 @@ LAPTOP = DoseResponse(
     target_kl=3e-4,
     largest_kl=6e-4,
     base_steps=8_000,
-    steps=200,
-    weights=(1e-5, 3e-5, 1e-4),
-    sharp_weights=(3e-6, 1e-5, 1.5e-5),
+    steps=600,
+    weights=(5e-4, 1.5e-3, 5e-3),
+    sharp_weights=(2e-4, 6e-4, 2e-3),
     entropy_weights=(-2e-4, 2e-4),
     helper_steps=100,
-    cooldown_steps=1_000,
+    cooldown_steps=600,
     settings=SETTINGS,
 )
 SCALES: Mapping[str, DoseResponse] = {

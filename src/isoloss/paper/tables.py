@@ -49,7 +49,16 @@ def changes(
 
 
 def factor(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimate:
-    """Return the geometric mean of second over first; its error is the mean logarithm's, times the value."""
+    """Return the geometric mean of second over first; its error is the mean logarithm's, times the value.
+
+    Of one pair, without clusters, it is that of second - value * first, over the same examples, in units of first.
+    """
+    if not clusters:
+        ((first, second),) = pairs
+        value = second[key].value / first[key].value
+        rest = change(pairs, key, factor=value)
+        stderr = rest.stderr / first[key].value
+        return dataclasses.replace(rest, value=value, stderr=stderr, unit="times", influence=None)
     logs = [math.log(second[key].value / first[key].value) for first, second in pairs]
     mean = cluster_mean(logs, clusters, unit="times")
     value = math.exp(mean.value)

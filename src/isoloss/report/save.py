@@ -26,7 +26,8 @@ def save(chart: Spec, file: Path) -> None:
     """Write a chart of `isoloss.report` to a `.png`, `.svg` or `.pdf` file, whole or not at all, or its data to `.csv`.
 
     It is drawn at the size of a paper: letters of 8 points, up to three panels of 2.4 by 1.9 inches in a row, a legend
-    above and a note below them that says what bars and lines are. The data are the points, with the ends of their bars.
+    above and a note below them that says what bars and lines are. The data are the points, with the ends of their bars
+    and the titles and units of their axes.
     """
     import vl_convert
 
@@ -42,14 +43,30 @@ def save(chart: Spec, file: Path) -> None:
             pdf: bytes = vl_convert.vegalite_to_pdf(**given)
             written = re.sub(entries, lambda match: b"\n".join(sorted(match[0].split(b"\n"))), pdf)
         case ".csv":
-            # the points are the last layer of a panel; panels without one of their measures have fewer
-            shown = dict.fromkeys(panel["layer"][-1]["data"]["name"] for panel in chart["concat"])
-            frames = [pl.DataFrame(chart["datasets"][name], infer_schema_length=None) for name in shown]
+            frames, titles = [], _titles(chart)
+            for panel in chart["concat"]:
+                # the points are the last layer of a panel; panels without one of their measures have fewer
+                last = panel["layer"][-1]
+                rows = chart["datasets"][last["data"]["name"]]
+                if not titles:
+                    # columns mean something else in each panel
+                    axes = (last["encoding"].get(axis, {}).get("title") for axis in ("y", "x"))
+                    name = ": ".join(filter(None, (panel.get("title"), " against ".join(filter(None, axes)))))
+                    rows = [{"panel": name, **row} for row in rows]
+                frames.append(pl.DataFrame(rows, infer_schema_length=None))
             table = pl.concat(frames, how="diagonal_relaxed").unique(maintain_order=True)
-            written = table.write_csv().encode()
+            written = table.rename(titles, strict=False).write_csv().encode()
         case _:
             raise IsolossError(f"the figure is {file}; its name must end in .png, .svg or .pdf, or its data's in .csv")
     files.write_bytes(file, written)
+
+
+def _titles(chart: Spec) -> dict[str, str]:
+    """Return the titles of measures with their units by column, as a difference has the column of what it is of."""
+    shown = [each for panel in chart["concat"] for each in panel["layer"][-1]["encoding"].get("tooltip", ())]
+    titles = {each["field"].removesuffix("_text"): each["title"] for each in shown if each["field"].endswith("_text")}
+    ends = {"": "", "_low": ", low", "_high": ", high", "_text": ", text"}
+    return {field + end: title + more for field, title in titles.items() for end, more in ends.items()}
 
 
 def printed(spec: Spec) -> Spec:

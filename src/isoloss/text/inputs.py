@@ -205,7 +205,8 @@ def read_inputs(
         (rows, labels), sizes, origins, unknown = read_masked_ids(data), None, None, ""
     else:
         rows, sizes, origins, unknown = read_token_ids(data, length), None, None, ""
-    _check_rows(rows, data, text_config, max_length, checkpoint)
+    for each in (rows,) if labels is None else (rows, labels):
+        _check_rows(each, data, text_config, max_length, checkpoint)
 
     wanted = len(rows) if num_sequences is None else num_sequences
     drawn = f"{wanted:,} sequences of {rows.shape[1]} tokens drawn from the {len(rows):,} in {data}"

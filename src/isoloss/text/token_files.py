@@ -76,12 +76,20 @@ def read_masked_ids(data: Path) -> tuple[Ids, Ids]:
 
     try:
         with h5py.File(data) as file:
-            ids, mask, segments, positions, originals = (np.asarray(file[name], np.int64) for name in _OF_MASKED)
+            columns = [np.asarray(file[name]) for name in _OF_MASKED]
+        if not all(np.issubdtype(column.dtype, np.integer) for column in columns):
+            raise ValueError(f"it holds {', '.join(str(column.dtype) for column in columns)}, not integers")
+        ids, mask, segments, positions, originals = (column.astype(np.int64) for column in columns)
+        if {ids.shape, mask.shape, segments.shape} != {(len(positions), *ids.shape[1:])} or not ids.size:
+            raise ValueError("its shapes are " + ", ".join(str(column.shape) for column in columns))
         if segments.any():
             raise ValueError("pairs of sentences (segment_ids) cannot be read")
         rows, places = np.logical_and.accumulate(positions != 0, axis=1).nonzero()
+        positions, originals = positions[rows, places], originals[rows, places]
+        if min(positions.min(initial=0), originals.min(initial=0)) < 0 or not mask[rows, positions].all():
+            raise ValueError("it has a masked position in the padding, or a negative number")
         labels = np.full_like(ids, IGNORED)
-        labels[rows, positions[rows, places]] = originals[rows, places]
+        labels[rows, positions] = originals
         ids = np.where(mask > 0, ids, -1)
     except (OSError, KeyError, ValueError, IndexError) as error:
         raise IsolossError(f"{data} is not a readable HDF5 file of {', '.join(_OF_MASKED)}: {error}") from error

@@ -221,3 +221,7 @@ def test_heads_on_features_that_are_given_are_those_of_the_model():
     models = {"weights": two, "features": features}
     rows = brackets.try_heads(models, inputs, samples=3, trials=50, seed=0)
     assert rows[0].loss == pytest.approx(rows[1].loss, abs=1e-12)
+    (single,) = brackets.try_heads({"float32": features.float()}, inputs, samples=3, trials=50, seed=0)
+    assert single.loss == pytest.approx(rows[0].loss, rel=1e-5)
+    with pytest.raises(IsolossError, match=r"features have the shape \(10, 2\); it must be \(64, features\)"):
+        brackets.try_heads({"some": features[:10]}, inputs, samples=3, trials=50, seed=0)

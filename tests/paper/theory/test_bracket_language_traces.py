@@ -256,3 +256,5 @@ def test_a_model_of_ones_own_has_the_loss_and_trace_of_the_same_weights():
     loss, trace = own_flatness(answers, theta, inputs)
     # the gradients of Q and K are 0 there
     assert [float(loss), float(trace)] == pytest.approx([0, flatness(weights, inputs).trace])
+    with pytest.raises(IsolossError, match=r"answers have the shape \(48, 1\); it must be \(48,\)"):
+        own_flatness(lambda theta, z: answers(theta, z)[:, None], theta, inputs)

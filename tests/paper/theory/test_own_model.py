@@ -75,7 +75,9 @@ def test_a_precise_miss_is_contradicted():
     ("log_probs", "more", "message"),
     [
         (lambda theta: theta["a"] * theta["b"], {}, r"own model: log_probs has the shape \(1,\)"),
-        (lambda theta: two(theta) + 1, {}, r"log_probs has the shape \(1, 2\) and sums from 2\.71828 to 2\.71828"),
+        (lambda theta: two(theta) + 1, {}, r"log_probs has the shape \(1, 2\), sums from 2\.71828 to 2\.71828"),
+        (two, {"conditionals": torch.tensor([[1.0, 0.0]])}, "conditionals has .* a least entry of 0;"),
+        (lambda theta: two(theta) + (theta["a"] - 2.0) / 2, {}, "not normalized at all parameters"),
         (two, {"conditionals": torch.tensor([[0.7, 0.2]])}, "conditionals has the shape"),
         (two, {"weights": torch.tensor([0.5, 0.5])}, "weights has the shape"),
     ],
@@ -89,3 +91,20 @@ def test_a_start_where_the_flow_rests_is_refused():
     model = LogProbsModel(two, {"a": torch.tensor([1.0]), "b": torch.tensor([1.0])})
     with pytest.raises(IsolossError, match="own model: the flow rests at the start"):
         model.settings()
+
+
+def test_conditionals_may_be_in_float32():
+    def three(theta):
+        logits = torch.stack([theta[0] * theta[1], theta[2] * theta[3], torch.zeros_like(theta[0])])
+        return logits.log_softmax(dim=0)[None]
+
+    given = torch.tensor([[0.1, 0.2, 0.7]])  # their sum is 1 to seven digits alone
+    model = LogProbsModel(three, torch.tensor([2.0, 0.5, 1.0, -1.0]), conditionals=given)
+    found = three(torch.tensor(model.minimizer)).exp()
+    torch.testing.assert_close(found, given.double(), rtol=1e-6, atol=0)
+
+
+def test_a_small_trace_has_step_sizes_below_1():
+    model = LogProbsModel(lambda theta: two({"a": 0.1 * theta["a"], "b": theta["b"]}), START)
+    assert 0.2 / model.trace(model.minimizer[None])[0] > 1
+    assert model.settings().step_sizes == (0.9, 0.45, 0.225)

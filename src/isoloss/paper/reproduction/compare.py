@@ -50,10 +50,12 @@ class DatasetResults:
 
     def end(self, unit: Unit, arm: str, step: int | None = None) -> Checkpoint:
         """Return the end of a size or arm: after the cooldown of a step, by default the last, where there is one."""
-        # an arm that continues the main model has its cooldown as the last stage of its own run
         after_cooldown = cooldown_run(arm, step or self.dataset.last)
         is_run = unit.run(after_cooldown) in self.results.experiments
-        return self.at(unit, after_cooldown if is_run else arm)
+        # an arm that continues the main model has its cooldown as the last stage of its own run; a run of that name
+        # follows an earlier step of its own
+        continues = arm in self.dataset.arms and self.dataset.arms[arm].stages
+        return self.at(unit, after_cooldown if is_run and not continues else arm)
 
     def cooled(self, arm: str, step: int, length: int = 0) -> Model:
         """Return the end of a cooldown after a step; `length` as for `cooldown_run`."""
@@ -166,9 +168,16 @@ class DatasetResults:
 
 
 def by_dataset(results: Results) -> list[DatasetResults]:
-    """Return the results on each dataset that has any."""
+    """Return the results on each dataset that has any: of the languages that are done alone, as captions say."""
     scale: Reproduction = results.scale
-    return [data for dataset in scale.datasets if (data := DatasetResults(results, dataset)).units]
+    found = []
+    for dataset in scale.datasets:
+        units = DatasetResults(results, dataset).units
+        # a text is named after its place among the languages, which stays
+        if any(hasattr(unit.language, "seed") for unit in units):
+            dataset = dataclasses.replace(dataset, languages=tuple(dict.fromkeys(unit.language for unit in units)))
+        found += [DatasetResults(results, dataset)] if units else []
+    return found
 
 
 def clusters_of(units: Sequence[Unit]) -> list[str]:
@@ -266,23 +275,24 @@ class Comparison(NamedTuple):
 def comparisons(dataset: Dataset) -> Iterator[Comparison]:
     """Return what is compared on a dataset, in the order of its page."""
     main, start, last, cooled = dataset.main, dataset.start, dataset.last, bool(dataset.cooldowns)
+    followed = dataset.followed or main
+    at_control = (
+        "The first model is interpolated, linearly in log KL, between two checkpoints of {size} after "
+        f"{start:,} steps and cooldowns of different lengths. Their KLs bracket the second model's KL, so both have "
+        "the same KL by construction."
+    )
     if cooled:
-        between = f"of {main} after {start:,} steps and cooldowns of different lengths"
-        at_control = (
-            f"The first model is interpolated, linearly in log KL, between two checkpoints {between}. Their KLs "
-            "bracket the second model's KL, so both have the same KL by construction."
-        )
         yield Comparison(
             "longer",
             (f"{start:,} steps", f"{last:,} steps"),
-            lambda data, unit: interpolated_control(data.path(unit, main), data.end(unit, main)),
-            at_control,
+            lambda data, unit: interpolated_control(data.path(unit, followed), data.end(unit, followed)),
+            at_control.format(size=followed),
         )
     elif dataset.shown.longer:
         yield Comparison(
             "longer",
             ("Fewer steps", f"{last:,} steps"),
-            lambda data, unit: interpolated_control(data.path(unit, main)[:-1], data.end(unit, main)),
+            lambda data, unit: interpolated_control(data.path(unit, followed)[:-1], data.end(unit, followed)),
             "The first model is interpolated, linearly in log loss, between two checkpoints of the same run whose "
             "losses bracket the last step's loss.",
         )
@@ -307,7 +317,9 @@ def comparisons(dataset: Dataset) -> Iterator[Comparison]:
         if cooled:
             kind, title = ("sgd", "SGD") if kind == SGD_SAMPLED else (kind, arm.title)
             names = ("Post-layer-norm", title) if kind == "pre-ln" else ("AdamW at the same loss", title)
-            yield Comparison(kind, names, functools.partial(_control_of_arm, arm=name), at_control, case)
+            yield Comparison(
+                kind, names, functools.partial(_control_of_arm, arm=name), at_control.format(size=main), case
+            )
         # no two checkpoints of the control enclose the loss of an arm that continues where the control ends
         elif not arm.stages:
             control = "unregularized" if kind == "sam" else main

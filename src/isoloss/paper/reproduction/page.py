@@ -165,9 +165,10 @@ def _caption(data: DatasetResults) -> str:
         spread = number(data.difference(data.ends(*highest), data.ends(*lowest), key))
         spreads.append(f"{spread} points on {key.removeprefix('probe-')} (from {name(lowest)} to {name(highest)})")
     trained = ", and the adversary and the helper are trained to change transfer" if "adversary" in dataset.arms else ""
+    baselines = "Horizontal lines: probes on features that need no model. " if dataset.shown.baselines else ""
     caption = (
         f"Each point is one checkpoint of a size, an arm or a cooldown{_averaged(dataset)}; lines join the checkpoints "
-        f"of a run. Horizontal lines: probes on features that need no model. The rectangle holds the {len(near)} of "
+        f"of a run. {baselines}The rectangle holds the {len(near)} of "
         f"{len(data.models)} models whose KL is within {dataset.band:.0%} of the KL of the control, {control}. The "
         f"other panels show only these models. Their mean KL ranges from {kls} nats, and their accuracy differs by up "
         f"to {' and '.join(spreads)}. The lowest and the highest of {len(near)} models were chosen after the fact, so "
@@ -175,15 +176,17 @@ def _caption(data: DatasetResults) -> str:
         f"features{trained}. Bars are for the difference from {control}, {paired_by(dataset)}, so "
         f"{control} has none. Compare traces only between models of one size."
     )
-    return f"{corresponds(FIGURE_1)}{caption} {_in_the_paper()}" if FIGURE_1 in dataset.shown.sizes else caption
+    return f"{corresponds(FIGURE_1)}{caption} {_in_the_paper(dataset)}" if FIGURE_1 in dataset.shown.sizes else caption
 
 
-def _in_the_paper() -> str:
+def _in_the_paper(dataset: Dataset) -> str:
     (low, high), entropy = tables.LOSSES, tables.ENTROPY
     kl = " to ".join(f"{float(loss) - float(entropy):.3f}" for loss in (low, high))
     sizes = " and ".join(f"{what} from {' to '.join(ends)}" for what, ends in tables.BY_SIZE.items())
+    # the scales with the sizes of Table 4 have the paper's grammar and tasks
+    where = "" if dataset.expanded else " on a larger grammar with other tasks,"
     return (
-        f"In the paper, on a larger grammar with other tasks, losses are {low} to {high} nats, the KL is {kl} nats. "
+        f"In the paper,{where} losses are {low} to {high} nats, the KL is {kl} nats. "
         f"With {tables.PARAMETERS} parameters (± standard deviation), {tables.by_algorithm('task B (%)', 'trace')}; "
         f"between 9M parameters and its largest model, at about the same loss, {sizes}."
     )

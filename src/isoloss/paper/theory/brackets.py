@@ -201,8 +201,14 @@ def own_flatness(
     answers: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], theta: torch.Tensor, inputs: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and `2 E |grad f|^2`, the trace where the loss is 0, of `f = answers(theta, z)`: differentiable."""
+    found = answers(theta, inputs.z)
+    # a column would be subtracted from a row
+    if found.shape != inputs.y.shape:
+        raise IsolossError(
+            f"the answers have the shape {tuple(found.shape)}; it must be ({len(inputs.y)},), one for each input"
+        )
     gradients = torch.func.jacrev(answers)(theta, inputs.z)
-    return (answers(theta, inputs.z) - inputs.y).square().mean(), 2 * gradients.square().sum() / len(inputs.y)
+    return (found - inputs.y).square().mean(), 2 * gradients.square().sum() / len(inputs.y)
 
 
 def with_even_attention(value: torch.Tensor, output: torch.Tensor) -> Weights:
@@ -432,7 +438,12 @@ def kernel(model: Weights | torch.Tensor, inputs: Inputs) -> torch.Tensor:
     Of a model of one's own the (N, m) features are taken as they are.
     """
     if isinstance(model, torch.Tensor):
-        return model @ model.T
+        if model.ndim != 2 or len(model) != len(inputs.y) or not model.isfinite().all():
+            raise IsolossError(
+                f"the features have the shape {tuple(model.shape)}; it must be ({len(inputs.y)}, features), a row of "
+                "finite numbers for each input"
+            )
+        return model.double() @ model.double().T
     _, attended = attend(model, inputs.z)
     features = (attended @ model.value.T).relu() / len(model.output)
     return features @ features.T

@@ -36,6 +36,9 @@ FLAT = 1e-3  # fraction of the trace that the flow takes off in a unit of time, 
 _RETRACTIONS = 100  # steps that retraction may take
 LOGIT_KICK = 0.5  # of the logit: how far from the minimizers the control starts
 SUM_TOLERANCE = 1e-4  # of the sum of a distribution that is given, perhaps in float32
+LARGEST = 0.9  # step size that is chosen, however small the trace
+ROUNDING = 1e-12  # of a sum in float64
+GRADIENT = 1e-6  # of the loss at a minimizer, as a fraction of the root of the trace: rounding, also in float32
 EMBEDDING = 0.3  # standard deviation of the embedding that is drawn, before it is brought to the minimizers
 DECODER = 1.0  # the same of the decoder: far larger, so that the trace is far from its least
 _CONTROLS = 8  # starts of the control
@@ -297,7 +300,8 @@ class LogProbsModel:
         `weights` are the (C,) probabilities of the inputs, equal by default; `conditionals` the (C, V) true ones.
 
         Raises:
-            IsolossError: A table has another shape or rows that do not sum to 1, or the start leads to no minimizer.
+            IsolossError: A table has another shape, a probability of 0 or rows that do not sum to 1, the start leads to
+                no minimizer, or `log_probs` is normalized at the start alone.
         """
         parts = start if isinstance(start, Mapping) else {"": start}
         shapes = {key: part.shape for key, part in parts.items()}
@@ -313,15 +317,30 @@ class LogProbsModel:
         tables = {"log_probs": of_flat(flat).detach().exp(), "conditionals": truth, "weights": weights.double()}
         for table, values in tables.items():
             wanted = truth.shape[:1] if table == "weights" else truth.shape
-            if truth.ndim != 2 or values.shape != wanted or not (values.sum(dim=-1) - 1).abs().max() < SUM_TOLERANCE:
+            # an outcome that never comes has no logarithm
+            is_positive = bool((values > 0).all() if values.ndim == 2 else (values >= 0).all())
+            sums_to_1 = bool((values.sum(dim=-1) - 1).abs().max() < SUM_TOLERANCE)
+            if truth.ndim != 2 or values.shape != wanted or not (sums_to_1 and is_positive):
                 raise IsolossError(
-                    f"{name}: {table} has the shape {tuple(values.shape)} and sums from {values.sum(dim=-1).min():.6g} "
-                    f"to {values.sum(dim=-1).max():.6g}; log_probs and conditionals are (inputs, outcomes), "
-                    "weights (inputs,), and each distribution sums to 1"
+                    f"{name}: {table} has the shape {tuple(values.shape)}, sums from {values.sum(dim=-1).min():.6g} to "
+                    f"{values.sum(dim=-1).max():.6g} and a least entry of {values.min():.6g}; the probabilities of "
+                    "outcomes are (inputs, outcomes) and above 0, those of inputs (inputs,), and each distribution "
+                    "sums to 1"
                 )
+        if ((truth.sum(dim=-1) - 1).abs() > ROUNDING).any():
+            # of float32, or of rounded numbers: no predictions in float64 would be these
+            truth = truth / truth.sum(dim=-1, keepdim=True)
         self.name = name
         self.minimizers = Minimizers(EnumerableModel(name, of_flat, flat, tables["weights"]), truth)
         self.minimizer: Array = self.minimizers.retract(flat).numpy()  # (P,) where SGD and the flow start
+        # where predictions sum to 1 nearby too, the mean gradient of the loss is 0
+        root = self.minimizers.root(torch.tensor(self.minimizer))
+        gradient = root.T @ (tables["weights"][:, None] * truth).sqrt().flatten()
+        if gradient.norm() > GRADIENT * root.norm():
+            raise IsolossError(
+                f"{name}: the gradient of the loss at the start is {gradient.norm():.2g} and not 0, although the "
+                "predictions are the truth: log_probs is not normalized at all parameters"
+            )
         # (C V,) the distribution function over inputs and outcomes. Rounding may miss the sum of all, and a draw above
         # it would have no outcome
         self._cumulative: Array = np.cumsum((tables["weights"][:, None] * truth).numpy())
@@ -342,7 +361,8 @@ class LogProbsModel:
             )
         # with B = 1 about a fifth of the trace is gone by the first time
         times = tuple(multiple * trace / fall for multiple in (1.0, 2.0))
-        fields = {"step_sizes": tuple(fraction / trace for fraction in (0.2, 0.1, 0.05)), "times": times}
+        largest = min(0.2 / trace, LARGEST)
+        fields = {"step_sizes": (largest, largest / 2, largest / 4), "times": times}
         return Settings(model=self, **{**fields, "batch_sizes": (1, 2), "trajectories": 512, **changes})
 
     @property

@@ -92,6 +92,9 @@ class FisherPenaltyConfig(AlgorithmConfig):
     weight: float = 1e-3
     """Weight of the trace in the objective: above 0 for a flatter model, below 0 for a sharper one; 0: a sham, which
     estimates the trace and trains on the loss alone."""
+    logarithm: bool = setting(False, omit_default=True)
+    """Take the logarithm of the estimate: the term then does not depend on the trace's scale, and a weight below 0 does
+    not raise the trace without end."""
     sentences: int = setting(16, minimum=1)
     """Sentences at the start of each batch that the trace is estimated on."""
     parameters: tuple[str, ...] = setting(("*",), omit_default=True)

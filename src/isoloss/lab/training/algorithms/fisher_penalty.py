@@ -69,7 +69,7 @@ def trace_estimate(
 
 
 class FisherPenalty(TrainingAlgorithm):
-    """The gradient of L + weight * (estimate of the trace), given to the optimizer, by a double backward pass.
+    """The gradient of L + weight * (estimate of the trace, or its log), given to the optimizer, by double backward.
 
     A weight below 0 makes the model sharper; a weight of 0 is a sham, with the gradient of L bit for bit. The trace is
     that of the parameters whose names match one of the config's patterns; its gradient is over all parameters.
@@ -108,7 +108,8 @@ class FisherPenalty(TrainingAlgorithm):
         if self.config.weight:
             # The processes' gradients are averaged, and the sum is wanted. With DDP it is the loss's backward pass,
             # which must therefore come second, that averages these too.
-            (group.world_size * self.config.weight * trace).backward()  # type: ignore[no-untyped-call]
+            penalized = trace.log() if self.config.logarithm else trace
+            (group.world_size * self.config.weight * penalized).backward()  # type: ignore[no-untyped-call]
         return self.add_loss_gradient(batch, loss), {"trace_estimate": trace.item()}
 
     def _probes(self, number: int, first: Batch, logits: torch.Tensor) -> torch.Tensor:
