@@ -191,7 +191,7 @@ def test_a_base_with_an_arm_that_diverged_is_left_out_and_told(results):
     broken = {**end, "kl": dataclasses.replace(end["kl"], value=2 * FEW.largest_kl)}
     others = type(results)(FEW, {**results.checkpoints, (name, results.last_step(name)): broken}, results.folder)
     assert FEW.complete(others) == list(FEW.units[1:])
-    assert "Of 10 bases, 1 left out: an arm of these ended above 0.0006." in tables(others)[1].caption
+    assert "Of 10 bases, 1 left out: an arm of these ended above 0.0008." in tables(others)[1].caption
     assert "left out" not in tables(results)[1].caption
 
 

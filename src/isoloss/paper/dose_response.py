@@ -191,16 +191,16 @@ SETTINGS: Mapping[str, Any] = {
     **{"num_sequences": 512, "probe_draws": 16, "probe_regularization": (0.1,)},
 }
 LAPTOP = DoseResponse(
-    description="about an hour on two cores",
+    description="half an hour on two cores",
     language=LANGUAGE,
     grammars=tuple(range(850, 874)),
     base_kl=5e-4,
     target_kl=3e-4,
-    largest_kl=6e-4,
+    largest_kl=8e-4,
     base_steps=8_000,
     steps=600,
-    weights=(5e-4, 1.5e-3, 5e-3),
-    sharp_weights=(2e-4, 6e-4, 2e-3),
+    weights=(5e-4, 1.5e-3, 4e-3),
+    sharp_weights=(2e-4, 5e-4, 1e-3),
     entropy_weights=(-2e-4, 2e-4),
     helper_steps=100,
     cooldown_steps=600,
@@ -267,6 +267,10 @@ def each_probe(scale: DoseResponse) -> Mapping[str, str]:
 # each halving of the minimal trace (docs/method/studies.md). 24 grammars find such a slope with 95 % power at the level
 # of 2.5 % that the primary test has, as the absence of an effect is tested too; the smallest effect of interest is 0.3
 # points.
+#
+# The weights are from trials on the grammars 9010 to 9029 (docs/method/studies.md): a larger reward, or one that is not
+# on the trace's logarithm, raises trace and KL without end. A base is left out if an arm ends above 2.7 times the
+# target all the same.
 #
 # Everything is judged at the same loss: less what the difference in KL explains, by the slope on the KL from the bases
 # to the shams of the same grammars, whose error counts.
@@ -602,8 +606,8 @@ STUDY = Study(
     title="At one loss, does a flatter model transfer better, and a sharper one worse?",
     lead=(
         "Small masked language models that fit their grammar almost perfectly are made flatter, or sharper, by a "
-        "penalty on the trace of the Fisher information, which stays on until the end: one KL to the truth. Transfer: "
-        "accuracy of a linear probe on 30 or 100 examples, tested on every sentence. The task prefix-2 is the most "
+        "penalty on the logarithm of the trace of the Fisher information, which stays on until the end, at one KL to "
+        "the truth. Transfer: accuracy of a linear probe on 30 or 100 examples, tested on every sentence. The task prefix-2 is the most "
         "likely symbol of the grammar above the first two tokens, prefix-4 the one above all four.",
         "Every arm goes on from one base. The sham has a penalty of weight 0; two arms raise or lower the entropy of "
         "the features' spectrum, and so their effective rank; the helper is trained with a downstream task and shows "
@@ -615,7 +619,6 @@ STUDY = Study(
         "beginnings whose distributions are nearly equal.",
     ),
     claims=CLAIMS,
-    loss_margin=0.00005,
     verdicts_at=("laptop",),
     tables=tables,
     answer=answer,
