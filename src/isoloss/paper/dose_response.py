@@ -607,8 +607,9 @@ STUDY = Study(
     lead=(
         "Small masked language models that fit their grammar almost perfectly are made flatter, or sharper, by a "
         "penalty on the logarithm of the trace of the Fisher information, which stays on until the end, at one KL to "
-        "the truth. Transfer: accuracy of a linear probe on 30 or 100 examples, tested on every sentence. The task prefix-2 is the most "
-        "likely symbol of the grammar above the first two tokens, prefix-4 the one above all four.",
+        "the truth. Transfer: accuracy of a linear probe on 30 or 100 examples, tested on every sentence. The task "
+        "prefix-2 is the most likely symbol of the grammar above the first two tokens, prefix-4 the one above all "
+        "four.",
         "Every arm goes on from one base. The sham has a penalty of weight 0; two arms raise or lower the entropy of "
         "the features' spectrum, and so their effective rank; the helper is trained with a downstream task and shows "
         "that the probe can see a difference. The minimal trace is the trace's minimum over rescalings of the weights "

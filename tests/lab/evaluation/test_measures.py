@@ -50,6 +50,7 @@ NAMED = {
     **{f"{how}-TASK": f"{how}-root" for how in ("probe", "lookup", "log-lookup", "one-hot", "finetune")},
     **{f"{how}-TASK": f"{how}-root" for how in ("raw-lookup", "standardized-lookup")},
     "few-shot-TASK-NUMBER": "few-shot-root-20",
+    "invariant-few-shot-TASK-NUMBER": "invariant-few-shot-root-20",
     "projected-TASK-WIDTH": "projected-root-8",
     "span-LEVEL": "span-1",
     "lm-eval-TASK": "lm-eval-lastword",

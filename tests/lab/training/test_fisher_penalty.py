@@ -71,7 +71,7 @@ def test_a_certain_prediction_has_a_finite_gradient():
 SETTINGS = FisherPenaltyConfig(weight=0.02, sentences=2)
 
 
-def reference_gradient(model, t, batch, *, weight, is_penalized):
+def reference_gradient(model, t, batch, *, weight, is_penalized, logarithm=False):
     """The objective by Jacobians of the first two sentences' logits and S written out as a matrix."""
     parameters = [p for name, p in model.named_parameters() if is_penalized(name)]
     group = {name: tensor[:2] for name, tensor in batch.items()}
@@ -89,7 +89,7 @@ def reference_gradient(model, t, batch, *, weight, is_penalized):
             total = [a + by * g for a, g in zip(total, gradients, strict=True)]
     trace = sum((g**2).sum() for g in total) / len(logits)
     loss = plain_loss(model, batch)
-    return loss, gradients_of(loss + weight * trace, model)
+    return loss, gradients_of(loss + weight * (trace.log() if logarithm else trace), model)
 
 
 def algorithm_for(model, optimizer, settings=SETTINGS, **changes):
@@ -97,19 +97,20 @@ def algorithm_for(model, optimizer, settings=SETTINGS, **changes):
 
 
 @pytest.mark.parametrize(
-    ("weight", "patterns", "is_penalized"),
+    ("weight", "patterns", "is_penalized", "logarithm"),
     [
-        (0.02, ("*",), lambda name: True),
-        (-0.01, ("*",), lambda name: True),
-        (0.05, ("*.query.*", "cls.*"), lambda name: ".query." in name or name.startswith("cls.")),
+        (0.02, ("*",), lambda name: True, False),
+        (-0.01, ("*",), lambda name: True, False),
+        (0.05, ("*.query.*", "cls.*"), lambda name: ".query." in name or name.startswith("cls."), False),
+        (-0.05, ("*",), lambda name: True, True),
     ],
-    ids=["flatter", "sharper", "some-parameters"],
+    ids=["flatter", "sharper", "some-parameters", "logarithm"],
 )
-def test_the_steps_are_those_of_the_definition(weight, patterns, is_penalized):
+def test_the_steps_are_those_of_the_definition(weight, patterns, is_penalized, logarithm):
     optimizer = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0)
     model = tiny()
-    settings = FisherPenaltyConfig(weight=weight, sentences=2, parameters=patterns)
-    gradient = partial(reference_gradient, weight=weight, is_penalized=is_penalized)
+    settings = FisherPenaltyConfig(weight=weight, sentences=2, parameters=patterns, logarithm=logarithm)
+    gradient = partial(reference_gradient, weight=weight, is_penalized=is_penalized, logarithm=logarithm)
     check(model, algorithm_for(model, optimizer, settings, micro_batch_size=3), optimizer, gradient, batches(8))
 
 
