@@ -127,7 +127,7 @@ def test_the_answer_and_the_readme_give_the_differences_that_were_judged():
 
 
 def test_the_numbers_of_the_study_optimizers_are_those_of_its_tables():
-    given = numbers_in(between("docs/method/studies.md", "## optimizers\n", "\n##"))
+    given = numbers_in(between("docs/method/studies.md", "### The first design of optimizers\n", "\n##"))
     assert len(given) > 150
     assert given <= of_tables("optimizers", "optimizers-repeated") | post_hoc_numbers()
 
