@@ -240,6 +240,100 @@ def rise_table():
         yield title, "<br>".join(with_error(*mean(rise[:, 0])) for rise in rises), "<br>".join(shares)
 
 
+# --- all studies: which way flatness, rank and transfer go -----------------------------------------------------------
+
+BRACKETS = ("brackets", "brackets-repeated")
+# what is compared: the draws, how their runs are named, the control, the arms, and what is measured of them
+SIGNS = {
+    "brackets, the paper's model": (
+        BRACKETS,
+        r"^attention-6-s(?<cluster>\d+)(?<seed>)-(?<arm>.*)$",
+        "sham",
+        {
+            "penalty-0.001": "penalty on its neurons",
+            "reward-0.001": "reward for sharpness",
+            "sam": "SAM",
+            "label-noise": "label noise",
+        },
+        ("parts-minimal-trace", "effective-rank", "r2-abs-g-8"),
+    ),
+    "grammars, first design": (
+        DOSE_RESPONSE,
+        r"^g(?<cluster>\d+)-s(?<seed>\d+)-(?<arm>.*)$",
+        "sham",
+        {
+            "flat-3": "penalty, strongest",
+            "flat-2": "penalty",
+            "sharp-2": "reward",
+            "sharp-3": "reward, strongest",
+            "sam": "SAM",
+            "noise-3": "label noise",
+            "helper": "helper (trained with prefix-2)",
+        },
+        ("minimal-trace", "effective-rank", "few-shot-prefix-4-30"),
+    ),
+    "optimizers, first design": (
+        OPTIMIZERS,
+        r"^g(?<cluster>\d+)-s(?<seed>\d+)-(?<arm>.*)$",
+        "adamw",
+        {arm: title for arm, title in ARMS.items() if arm != "adamw"},
+        ("minimal-trace", "effective-rank", "few-shot-prefix-4-30"),
+    ),
+}
+
+
+def sign_table():
+    """Return how arms differ from their controls at one loss in flatness, rank and transfer; both draws together."""
+    yield (
+        "study",
+        "arm",
+        "minimal trace, times",
+        "effective rank",
+        "transfer (points)",
+        "flatness and transfer",
+        "rank and transfer",
+    )
+    for study, (draws, pattern, control, arms, keys) in SIGNS.items():
+        rows = pl.concat([by_run(name, pattern) for name in draws], how="diagonal")
+        for arm, title in arms.items():
+            trace, rank, transfer = (paired(rows, control, arm, key) for key in keys)
+            times = math.exp(trace[0])
+            factor = f"{times:.{digits(times * trace[1])}f} ± {times * trace[1]:.{digits(times * trace[1])}f}"
+            flatter = (-trace[0], trace[1], trace[2])
+            cells = (factor, with_error(*rank[:2]), with_error(*transfer[:2]))
+            yield (study, title, *cells, together(flatter, transfer), together(rank, transfer))
+
+
+def by_run(name, pattern):
+    """Return a row for each last checkpoint, with the parts of its run's name."""
+    rows = pl.read_parquet(RESULTS / name / "values.parquet")
+    rows = rows.filter(pl.col("step") == pl.col("step").max().over("run"), pl.col("run").str.contains(pattern))
+    parts = pl.col("run").str.extract_groups(pattern)
+    wide = rows.with_columns(parts=parts).unnest("parts")
+    return wide.pivot(on="estimate", index=["cluster", "seed", "arm"], values="value")
+
+
+def paired(rows, control, arm, key):
+    """Return the mean difference over clusters, its error and half of its 95 % interval; of traces in logarithms."""
+    both = rows.filter(pl.col("arm") == arm).join(
+        rows.filter(pl.col("arm") == control), on=["cluster", "seed"], suffix="-control"
+    )
+    first, second = both[f"{key}-control"], both[key]
+    change = (
+        (second / first).log() if "trace" in key else 100 * (second - first) if "rank" not in key else second - first
+    )
+    each = both.with_columns(change=change).group_by("cluster").agg(pl.col("change").mean())["change"].to_numpy()
+    value, error = mean(each)
+    return value, error, t.ppf(0.975, len(each) - 1) * error
+
+
+def together(first, second):
+    """Return whether two changes have one sign, if both 95 % intervals exclude 0."""
+    if abs(first[0]) <= first[2] or abs(second[0]) <= second[2]:
+        return ""
+    return "same sign" if first[0] * second[0] > 0 else "**opposite**"
+
+
 # --- the paper's study: all claims of two draws -----------------------------------------------------------------------
 
 # a heading alone, or a comparison with its claims about transfer and about flatness, and the case of these
@@ -305,7 +399,7 @@ def paper_table(draws=PAPER):
         )
 
 
-TABLES = (trend_table, rank_and_transfer, baseline_table, association_table, rise_table)
+TABLES = (sign_table, trend_table, rank_and_transfer, baseline_table, association_table, rise_table)
 
 
 def markdown(rows):
