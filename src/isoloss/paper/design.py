@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,14 +219,17 @@ class AtOneLoss(OverGrammars):
         return list(zip(self.at_end(results, control), self.at_end(results, arm), strict=True))
 
     def loss_slopes(self, results: Results) -> dict[str, Estimate]:
-        """Return the slope on the KL of each estimate that claims are about."""
-        units, ends = self.complete(results), [end for arm in self.falling for end in self.at_end(results, arm)]
-        losses, clusters, groups = (
-            [end["kl"].value for end in ends],
-            clusters_of(units) * 2,
-            [u.prefix for u in units] * 2,
-        )
-        return {key: _slope(ends, key, losses, clusters, groups) for key in self.adjusted}
+        """Return the slope on the KL of each estimate that claims are about; none if a unit's KL does not fall."""
+        units, ends = self.complete(results), [self.at_end(results, arm) for arm in self.falling]
+        losses = [[end["kl"].value for end in some] for some in ends]
+        # at a scale without verdicts, both may have missed their targets
+        if any(first == second for first, second in zip(*losses, strict=True)):
+            return {}
+        clusters, groups = clusters_of(units) * 2, [unit.prefix for unit in units] * 2
+        return {
+            key: _slope(list(itertools.chain(*ends)), key, list(itertools.chain(*losses)), clusters, groups)
+            for key in self.adjusted
+        }
 
 
 def _slope(
