@@ -20,6 +20,7 @@ from isoloss.paper.theory.sgd_flow import (
     Minimizers,
     TwoParameters,
     extrapolated,
+    is_far,
     mean,
     simulate,
 )
@@ -70,7 +71,7 @@ def verdict(text, estimates, wanted):
     figures = ", ".join(f"{rounded(-each.value, each.stderr)} (B = {size})" for size, each in estimates.items())
     needed = max(each.stderr / (PRECISION * wanted) for each in estimates.values())
     near = all(abs(each.value - wanted) <= ERRORS * each.stderr for each in estimates.values())
-    off = any(abs(each.value - wanted) > ERRORS * each.stderr for each in estimates.values())  # neither, if not finite
+    off = any(is_far(each, wanted) for each in estimates.values())  # neither, if not finite
     if near and needed > 1:
         figures += f"; too imprecise to tell: {needed**2:.2f} times as many trajectories would be enough"
     return Statement(text=text, evidence=figures, shown=near and needed <= 1, contradicted=off)

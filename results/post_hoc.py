@@ -244,14 +244,15 @@ def rise_table():
 
 BRACKETS = ("brackets", "brackets-repeated")
 # what is compared: the draws, how their runs are named, the control, the arms, and what is measured of them
+GRAMMARS = r"^g(?<cluster>\d+)-s(?<seed>\d+)-(?<arm>.*)$"
 SIGNS = {
     "brackets, the paper's model": (
         BRACKETS,
         r"^attention-6-s(?<cluster>\d+)(?<seed>)-(?<arm>.*)$",
         "sham",
         {
-            "penalty-0.001": "penalty on its neurons",
-            "reward-0.001": "reward for sharpness",
+            **{f"penalty-{weight}": f"penalty {weight} on its neurons" for weight in ("0.0003", "0.001", "0.003")},
+            **{f"reward-{weight}": f"reward {weight}" for weight in ("0.0003", "0.001", "0.003")},
             "sam": "SAM",
             "label-noise": "label noise",
         },
@@ -259,24 +260,26 @@ SIGNS = {
     ),
     "grammars, first design": (
         DOSE_RESPONSE,
-        r"^g(?<cluster>\d+)-s(?<seed>\d+)-(?<arm>.*)$",
+        GRAMMARS,
         "sham",
         {
-            "flat-3": "penalty, strongest",
-            "flat-2": "penalty",
-            "sharp-2": "reward",
-            "sharp-3": "reward, strongest",
+            **dict(zip(DOSES[4:], ("penalty 0.0001", "penalty 0.0003", "penalty 0.001"), strict=True)),
+            **dict(zip(DOSES[2::-1], ("reward 0.00001", "reward 0.00003", "reward 0.0001"), strict=True)),
             "sam": "SAM",
-            "noise-3": "label noise",
+            **{f"noise-{i}": f"label noise, {steps} steps" for i, steps in enumerate(("500", "1,500", "4,000"), 1)},
             "helper": "helper (trained with prefix-2)",
         },
         ("minimal-trace", "effective-rank", "few-shot-prefix-4-30"),
     ),
     "optimizers, first design": (
         OPTIMIZERS,
-        r"^g(?<cluster>\d+)-s(?<seed>\d+)-(?<arm>.*)$",
+        GRAMMARS,
         "adamw",
-        {arm: title for arm, title in ARMS.items() if arm != "adamw"},
+        {
+            **{arm: title for arm, title in ARMS.items() if arm != "adamw"},
+            "helper": "helper (trained with prefix-4)",
+            "adversary": "adversary of prefix-4",
+        },
         ("minimal-trace", "effective-rank", "few-shot-prefix-4-30"),
     ),
 }

@@ -63,6 +63,14 @@ def test_the_interval_of_slopes_of_24_clusters_holds_as_often_as_stated(given):
     assert 0.95 - deviation < found < 0.95 + deviation
 
 
+def test_equal_outcomes_have_a_slope_of_exactly_0():
+    rng = np.random.default_rng(9)
+    flat = slope_within(
+        np.repeat([0.1, 1 / 3, 70.7], 7), rng.standard_normal(21), np.repeat(["a", "b", "c"], 7), **UNIT
+    )
+    assert (flat.value, flat.stderr) == (0, 0)
+
+
 def test_where_all_clusters_spread_alike_it_is_the_regression_with_clustered_errors():
     groups, size = 7, 4
     rng = np.random.default_rng(1)

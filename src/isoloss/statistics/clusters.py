@@ -214,7 +214,9 @@ def slope_within(
         rest = centered - others @ np.linalg.lstsq(others, centered, rcond=None)[0] if given else centered
         if rest @ rest <= _NOTHING * (centered @ centered):
             raise IsolossError(f"what is given decides what the slope is on in the cluster {name!r}")
-        slopes.append(float(rest @ y[inside] / (rest @ rest)))
+        # equal outcomes have no slope but the rounding's
+        varies = np.ptp(y[inside]) > _NOTHING * float(np.abs(y[inside]).max())
+        slopes.append(float(rest @ y[inside] / (rest @ rest)) if varies else 0.0)
         own.append(name)
     return dataclasses.replace(
         cluster_mean(slopes, own, unit=unit, method="mean slope within clusters"), num_predictions=len(x)

@@ -595,7 +595,7 @@ def judge_claims(
         if asked.loss_rule == "tested" and has_verdicts and any(map(_needs_adjusting, by_function[claim.of])):
             raise IsolossError(
                 f"claim {claim.id} is about a trend, whose many losses are not tested to be the same: set loss_rule to "
-                "'adjusted', or needs_same_loss of the trend to False"
+                "'adjusted' and give the trend slopes on the loss, or set its needs_same_loss to False"
             )
         answers = [one for each in by_function[claim.of] for one in answer(asked, each, keys, margin=margin)]
         if not answers:
@@ -673,6 +673,8 @@ def _answer(claim: Claim, contrast: Contrast | Trend, key: str, case: str, gate:
             raise IsolossError(
                 f"loss_rule of the claim {claim.id} is 'adjusted', but there is no slope of {key} on the loss: give it "
                 f"in the slopes of its {type(contrast).__name__}, or set loss_rule to 'tested'"
+                + " and needs_same_loss of the trend to False"
+                * isinstance(contrast, Trend)
             )
         judged, name = adjusted, f"{name} at the same loss"
         explanation = f"{explanation} Without the adjustment to the same loss it is {measured}."

@@ -679,7 +679,7 @@ def judge(
             f"standard errors allowed, the error at most {100 * PRECISION:g} %",
             coefficients_needed[:1],
             shown=_is_near(coefficients[least], coefficient),
-            contradicted=_is_off(coefficients[least], coefficient),
+            contradicted=is_far(coefficients[least], coefficient),
         ),
         judged(
             "with B examples per step the flow is B times slower.",
@@ -689,7 +689,7 @@ def judge(
             f"{100 * PRECISION:g} %",
             coefficients_needed,
             shown=len(coefficients) > 1 and all(_is_near(value, coefficient) for value in coefficients.values()),
-            contradicted=len(coefficients) > 1 and any(_is_off(each, coefficient) for each in coefficients.values()),
+            contradicted=len(coefficients) > 1 and any(is_far(each, coefficient) for each in coefficients.values()),
         ),
         judged(
             "not only the trace: SGD's parameters themselves become those of the flow.",
@@ -736,11 +736,16 @@ def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
 
 def _is_near(estimate: Estimate, wanted: float) -> bool:
     # an upper bound on the error, too: else few trajectories would show any coefficient
-    return not _is_off(estimate, wanted) and estimate.stderr <= PRECISION * wanted
+    is_within = abs(estimate.value - wanted) <= ERRORS * estimate.stderr
+    return is_within and estimate.stderr <= PRECISION * wanted
 
 
-def _is_off(estimate: Estimate, wanted: float) -> bool:
-    return abs(estimate.value - wanted) > ERRORS * estimate.stderr
+def is_far(estimate: Estimate, wanted: float) -> bool:
+    """Return whether a coefficient is off by more than its errors and the allowed ones.
+
+    With few trajectories, standard errors alone are too small: a coefficient is an extrapolation of a few means.
+    """
+    return abs(estimate.value - wanted) > ERRORS * (estimate.stderr + PRECISION * wanted)
 
 
 def _minus(estimate: Estimate) -> str:
