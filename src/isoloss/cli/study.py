@@ -262,8 +262,8 @@ class _Show(_Command):
     def run(self) -> int:
         folder = self.study()
         values = _settings(folder) if self.settings or self.json else {}
-        claims = {claim.id: claim.statement for claim in folder.study.claims}
         if self.json:
+            claims = {claim.id: claim.statement for claim in folder.study.claims}
             common.emit_json({"scale": folder.scale_name, "claims": claims, "settings": values})
             return 0
         if not self.settings:
@@ -271,7 +271,8 @@ class _Show(_Command):
                 common.say_wrapped(paragraph)
             scales = [(name, scale.description) for name, scale in folder.study.scales.items()]
             common.print_table("Scales", ("scale", "what it takes"), scales, left=2)
-            common.print_table("Claims", ("claim", "statement"), claims.items(), left=2)
+            stated = [(claim.id, claim.role, claim.statement) for claim in folder.study.claims]
+            common.print_table("Claims", ("claim", "role", "statement"), stated, left=3)
             return 0
         rows = [
             (setting, value, ", ".join(models)) for setting, found in values.items() for value, models in found.items()
