@@ -402,7 +402,7 @@ def paper_table(draws=PAPER):
         )
 
 
-TABLES = (sign_table, trend_table, rank_and_transfer, baseline_table, association_table, rise_table)
+TABLES = (paper_table, sign_table, trend_table, rank_and_transfer, baseline_table, association_table, rise_table)
 
 
 def markdown(rows):

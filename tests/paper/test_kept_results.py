@@ -51,8 +51,8 @@ def test_results_are_of_the_claims_and_the_design_of_today(name):
     study, kept = KEPT[name], read_study(RESULTS / name)
     # they had no roles when these results were judged
     assert set(kept.claims["claim"]) == {claim.id for claim in study.claims}
-    if study in (STUDY, REPRODUCTION):
-        return  # whose scales have fewer grammars today, and more cooldowns and tasks
+    if study is STUDY or name == "paper-evening":
+        return  # whose scales have fewer grammars today, or more cooldowns and tasks
     provenance = files.read_json(RESULTS / name / "provenance.json")
     runs = study.scale(provenance["scale"], seed_offset=provenance["seed_offset"]).experiments
     assert {today(run) for run in provenance["runs"]} == runs.keys()
