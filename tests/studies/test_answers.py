@@ -137,7 +137,7 @@ def test_the_adjusted_difference_is_judged_where_the_claim_says_so():
     assert found.p_adjusted == 2 * found.p_value
     assert found.verdict is Verdict.SHOWN
     assert list(found.numbers) == ["before", "after", "difference at the same loss"]
-    assert f"without the adjustment to the same loss is {plain.difference}" in found.explanation
+    assert f"Without the adjustment to the same loss it is {plain.difference}" in found.explanation
     with pytest.raises(IsolossError, match=r"loss_rule of the claim c0 is 'adjusted', but the contrast of before and"):
         answers([asked], contrast(MOVES[:1], losses, clusters=GRAMMARS))
     # a scale without verdicts need not have slopes
