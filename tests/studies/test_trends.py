@@ -117,6 +117,19 @@ def test_a_slope_has_no_factor_and_equal_traces_have_none():
         judged(about(flat), flat)
 
 
+def test_groups_that_have_no_slope_are_refused():
+    one = trend(np.random.default_rng(6), 1.0)
+    with pytest.raises(IsolossError, match="16 groups of 7 models and 15 clusters: give each group at least 2 models"):
+        Trend(**{**vars(one), "clusters": one.clusters[1:]})
+    with pytest.raises(IsolossError, match="16 groups of 1 models and 16 clusters"):
+        Trend(**{**vars(one), "groups": [group[:1] for group in one.groups]})
+    broken = [[{**each, "trace": measured(0.0)} for each in group] for group in one.groups]
+    with pytest.raises(
+        IsolossError, match="trace of a model in a trend is 0; a slope with each halving needs it above"
+    ):
+        Trend(**{**vars(one), "groups": broken}).change("m0")
+
+
 @pytest.mark.parametrize(("slope", "wrong"), [(0.0, "shown contradicted"), (0.3, "no effect of interest")])
 def test_verdicts_on_slopes_are_wrong_as_rarely_as_they_say(slope, wrong):
     """At no slope, and at one as large as the smallest of interest."""

@@ -173,6 +173,14 @@ class Trend:
     slopes: Mapping[str, Estimate] = field(default_factory=dict)
     not_tested: str = ""
 
+    def __post_init__(self) -> None:
+        sizes = {len(group) for group in self.groups}
+        if len(self.groups) != len(self.clusters) or min(sizes, default=2) < 2:
+            raise IsolossError(
+                f"a trend has {len(self.groups)} groups of {', '.join(map(str, sorted(sizes))) or 'no'} models and "
+                f"{len(self.clusters)} clusters: give each group at least 2 models and one cluster"
+            )
+
     @property
     def pairs(self) -> list[Pair]:
         """Each checkpoint with the next one of its group."""
@@ -190,10 +198,10 @@ class Trend:
         scale, unit = (100, "points") if outcomes[0].unit == "accuracy" else (1, outcomes[0].unit)
         return slope_within(
             [scale * one.value for one in outcomes],
-            [sign * math.log2(point[self.along].value) for point in points],
+            [sign * _log2(point, self.along) for point in points],
             [self.clusters[i] for i in place],
             within=place,
-            given=[[math.log2(point[other].value) for point in points] for other in self.given],
+            given=[[_log2(point, other) for point in points] for other in self.given],
             unit=f"{UNITS.get(unit, unit)} per {self.per}",
         )
 
@@ -215,6 +223,12 @@ class Trend:
         """Return what the slope is called."""
         del factor
         return f"per {self.per} of the {self.along.replace('-', ' ')}"
+
+
+def _log2(checkpoint: Checkpoint, key: str) -> float:
+    if not (value := checkpoint[key].value) > 0:
+        raise IsolossError(f"{key} of a model in a trend is {value:g}; a slope with each halving needs it above 0")
+    return math.log2(value)
 
 
 @dataclass(frozen=True, kw_only=True)
