@@ -41,14 +41,16 @@ ARMS = {
 ACCURACIES = {"few-shot-prefix-4-30": "prefix-4", "few-shot-root-30": "root", "layer-2": "spans"}
 
 
+GRAMMARS = r"^g(?<grammar>\d+)-s(?<seed>\d+)-(?<arm>.*)$"
+
+
 @functools.cache
-def values(name):
-    """Return a row for each last checkpoint of a study: its grammar, seed and arm, and what was measured of it."""
+def values(name, runs=GRAMMARS):
+    """Return a row for each last checkpoint of a study's `runs`: the parts of their names, and what was measured."""
     rows = pl.read_parquet(RESULTS / name / "values.parquet")
-    rows = rows.filter(pl.col("step") == pl.col("step").max().over("run"))
-    parts = pl.col("run").str.extract_groups(r"^g(?<grammar>\d+)-s(?<seed>\d+)-(?<arm>.*)$")
+    rows = rows.filter(pl.col("step") == pl.col("step").max().over("run"), pl.col("run").str.contains(runs))
     return (
-        rows.with_columns(parts=parts)
+        rows.with_columns(parts=pl.col("run").str.extract_groups(runs))
         .unnest("parts")
         .pivot(on="estimate", index=["grammar", "seed", "arm"], values="value")
     )
@@ -244,11 +246,10 @@ def rise_table():
 
 BRACKETS = ("brackets", "brackets-repeated")
 # what is compared: the draws, how their runs are named, the control, the arms, and what is measured of them
-GRAMMARS = r"^g(?<cluster>\d+)-s(?<seed>\d+)-(?<arm>.*)$"
 SIGNS = {
     "brackets, the paper's model": (
         BRACKETS,
-        r"^attention-6-s(?<cluster>\d+)(?<seed>)-(?<arm>.*)$",
+        r"^attention-6-s(?<grammar>\d+)(?<seed>)-(?<arm>.*)$",
         "sham",
         {
             **{f"penalty-{weight}": f"penalty {weight} on its neurons" for weight in ("0.0003", "0.001", "0.003")},
@@ -297,7 +298,7 @@ def sign_table():
         "rank and transfer",
     )
     for study, (draws, pattern, control, arms, keys) in SIGNS.items():
-        rows = pl.concat([by_run(name, pattern) for name in draws], how="diagonal")
+        rows = pl.concat([values(name, pattern) for name in draws], how="diagonal")
         for arm, title in arms.items():
             trace, rank, transfer = (paired(rows, control, arm, key) for key in keys)
             times = math.exp(trace[0])
@@ -307,25 +308,16 @@ def sign_table():
             yield (study, title, *cells, together(flatter, transfer), together(rank, transfer))
 
 
-def by_run(name, pattern):
-    """Return a row for each last checkpoint, with the parts of its run's name."""
-    rows = pl.read_parquet(RESULTS / name / "values.parquet")
-    rows = rows.filter(pl.col("step") == pl.col("step").max().over("run"), pl.col("run").str.contains(pattern))
-    parts = pl.col("run").str.extract_groups(pattern)
-    wide = rows.with_columns(parts=parts).unnest("parts")
-    return wide.pivot(on="estimate", index=["cluster", "seed", "arm"], values="value")
-
-
 def paired(rows, control, arm, key):
-    """Return the mean difference over clusters, its error and half of its 95 % interval; of traces in logarithms."""
+    """Return the mean difference over grammars, its error and half of its 95 % interval; of traces in logarithms."""
     both = rows.filter(pl.col("arm") == arm).join(
-        rows.filter(pl.col("arm") == control), on=["cluster", "seed"], suffix="-control"
+        rows.filter(pl.col("arm") == control), on=["grammar", "seed"], suffix="-control"
     )
     first, second = both[f"{key}-control"], both[key]
     change = (
         (second / first).log() if "trace" in key else 100 * (second - first) if "rank" not in key else second - first
     )
-    each = both.with_columns(change=change).group_by("cluster").agg(pl.col("change").mean())["change"].to_numpy()
+    each = both.with_columns(change=change).group_by("grammar").agg(pl.col("change").mean())["change"].to_numpy()
     value, error = mean(each)
     return value, error, t.ppf(0.975, len(each) - 1) * error
 
