@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from isoloss.errors import IsolossError
-from isoloss.paper.theory.sgd_flow import LogProbsModel, MaskedLM, TwoParameters, study, two_parameters
+from isoloss.paper.theory.sgd_flow import LogProbsModel, MaskedLM, TwoParameters, is_far, study, two_parameters
+from isoloss.statistics.estimate import Estimate
 
 
 def two(theta):
@@ -64,6 +65,13 @@ def test_a_run_by_its_settings_is_shown_and_a_small_one_says_what_it_lacks():
     assert f"too imprecise to tell: {float(f'{wanted:.2g}'):,.0f} trajectories would be enough" in (
         coefficient.evidence
     )
+
+
+def test_a_miss_is_contradicted_only_beyond_its_errors_and_those_that_are_allowed():
+    known = {"samples": 32, "unit": "", "num_predictions": 32, "method": "coefficient"}
+    # of 32 trajectories, whose errors are too small; of 128 and more, near and far
+    for value, stderr, far in ((0.451, 0.058, False), (0.260, 0.028, False), (0.488, 0.013, True)):
+        assert is_far(Estimate(value=value, stderr=stderr, **known), 0.25) == far
 
 
 def test_a_precise_miss_is_contradicted():
