@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,23 +219,25 @@ class AtOneLoss(OverGrammars):
 
     def loss_slopes(self, results: Results) -> dict[str, Estimate]:
         """Return the slope on the KL of each estimate that claims are about; none if a unit's KL does not fall."""
-        units, ends = self.complete(results), [self.at_end(results, arm) for arm in self.falling]
-        losses = [[end["kl"].value for end in some] for some in ends]
+        units = self.complete(results)
+        first, second = (self.at_end(results, arm) for arm in self.falling)
         # at a scale without verdicts, both may have missed their targets
-        if any(first == second for first, second in zip(*losses, strict=True)):
+        if any(one["kl"].value == other["kl"].value for one, other in zip(first, second, strict=True)):
             return {}
-        clusters, groups = clusters_of(units) * 2, [unit.prefix for unit in units] * 2
-        return {
-            key: _slope(list(itertools.chain(*ends)), key, list(itertools.chain(*losses)), clusters, groups)
-            for key in self.adjusted
-        }
+        groups = [unit.prefix for unit in units] * 2
+        return {key: loss_slope([*first, *second], [*units, *units], key, within=groups) for key in self.adjusted}
 
 
-def _slope(
-    ends: Sequence[Checkpoint], key: str, losses: Sequence[float], clusters: Sequence[str], groups: Sequence[str]
+def loss_slope(
+    ends: Sequence[Checkpoint], units: Sequence[Unit], key: str, *, within: Sequence[str] | None = None
 ) -> Estimate:
+    """Return the slope of an estimate on the KL, over a checkpoint for each of the units, by default within languages.
+
+    That of an accuracy is in percentage points.
+    """
     scale, unit = (100, PER_NAT) if ends[0][key].unit == "accuracy" else (1, f"{ends[0][key].unit} per nat")
-    return slope_within([scale * end[key].value for end in ends], losses, clusters, within=groups, unit=unit)
+    outcomes, losses = [scale * end[key].value for end in ends], [end["kl"].value for end in ends]
+    return slope_within(outcomes, losses, clusters_of(units), within=within, unit=unit)
 
 
 def against(results: Results, *, arm: str, control: str) -> Contrast:

@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from isoloss.paper.design import OverGrammars, Unit, pairs_of, units_with
+from isoloss.paper.design import OverGrammars, Unit, loss_slope, pairs_of, units_with
 from isoloss.paper.same_loss import CONTRASTS, GROUPS, UNTOUCHED, SameLoss
 from isoloss.paper.same_loss import SCALES as STUDY_SCALES
-from isoloss.paper.tables import changes, slope
+from isoloss.paper.tables import changes
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.power import pairs_for_equivalence, pairs_for_power, sd_upper_bound
 from isoloss.studies import Experiment, Study
@@ -85,7 +85,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     for size in scale.like.sizes:
         ends = [results.at(unit.run(f"{size}-{steps}")) for unit in units for steps in scale.lengths]
         of_ends = [unit for unit in units for _ in scale.lengths]
-        rows += [((size, measure), {"slope": slope(ends, of_ends, measure)}) for measure in scale.accuracies]
+        rows += [((size, measure), {"slope": loss_slope(ends, of_ends, measure)}) for measure in scale.accuracies]
     slopes = SummaryTable(
         "slopes",
         "slopes of transfer on the KL, mean ± standard error over grammars",

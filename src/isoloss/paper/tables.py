@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import polars as pl
 
-from isoloss.paper.design import PER_NAT, Unit, clusters_of
+from isoloss.paper.design import Unit, clusters_of
 from isoloss.report.charts import Spec
 from isoloss.report.html import Card
 from isoloss.report.intervals import Interval, IntervalPanel, intervals
-from isoloss.statistics.clusters import cluster_mean, slope_within
+from isoloss.statistics.clusters import cluster_mean
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies.answer import ANSWERS, card_of, title_of
 from isoloss.studies.claims import ClaimResult, Verdict
@@ -63,12 +63,6 @@ def factor(pairs: Sequence[Pair], key: str, clusters: Sequence[str]) -> Estimate
     mean = cluster_mean(logs, clusters, unit="times")
     value = math.exp(mean.value)
     return dataclasses.replace(mean, value=value, stderr=value * mean.stderr, influence=None)
-
-
-def slope(ends: Sequence[Checkpoint], units: Sequence[Unit], key: str) -> Estimate:
-    """Return the slope of an accuracy on the KL within languages, over a checkpoint for each of the units."""
-    accuracies, losses = [100 * end[key].value for end in ends], [end["kl"].value for end in ends]
-    return slope_within(accuracies, losses, clusters_of(units), unit=PER_NAT)
 
 
 def num_above_target(ends: Iterable[Checkpoint], target_kl: float) -> int:
