@@ -394,6 +394,23 @@ def paper_table(draws=PAPER):
         )
 
 
+# --- all claims of two draws of a study -------------------------------------------------------------------------------
+
+
+def claim_table(draws):
+    """Return every difference or slope that the claims of a study are about, and its verdicts; all draws."""
+    claims = [json.loads((RESULTS / name / "summary.json").read_text())["claims"] for name in draws]
+    yield ("claim", "of", "difference or slope", "verdict")
+    for same in zip(*claims, strict=True):
+        statement = same[0]["statement"]
+        for answers in zip(*(each["answers"] for each in same), strict=True):
+            found = [answer["adjusted"] or answer["difference"] for answer in answers]
+            sizes = "<br>".join(with_error(each["value"], each["stderr"]) if each else "–" for each in found)
+            unit = next((each["unit"] for each in found if each), "")
+            yield (statement, answers[0]["case"], f"{sizes} {unit}", "<br>".join(f"*{a['words']}*" for a in answers))
+            statement = ""
+
+
 TABLES = (paper_table, sign_table, trend_table, rank_and_transfer, baseline_table, association_table, rise_table)
 
 

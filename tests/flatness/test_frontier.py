@@ -1,15 +1,21 @@
 """The frontier of learning and forgetting, against gradient descent in closed form on a quadratic loss."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from dense_curvature import VOCAB, batch_of, gpt2
 from quadratic_model import OfLosses, batch
 from scipy.optimize import brentq
+from transformers import GPT2LMHeadModel
 
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import forgetting_frontier
+from isoloss.lab.evaluation.context import language_inputs
 from isoloss.lab.evaluation.evaluator import evaluate
+from isoloss.lab.languages.config import PCFGConfig
+from isoloss.run_config import ObjectiveConfig
 
 WIDTH, STEPS, RATES = 4, 12, (0.01, 0.03, 0.1, 0.3)
 
@@ -157,3 +163,27 @@ def test_the_measure_reads_the_other_text(tmp_path):
     assert found.estimates["gain-0.01"].details["new"].startswith("32 sequences of 4 tokens drawn from the 60")
     with pytest.raises(IsolossError, match="frontier_with names no other text"):
         evaluate(tmp_path / "model", "frontier", data=str(tmp_path / "old.npy"))
+
+
+def test_the_other_grammar_has_one_level_of_rules_drawn_anew(tmp_path):
+    grammar = PCFGConfig(levels=1, symbols_per_level=2, rules_per_symbol=2, vocab_size=VOCAB - 2)
+    gpt2().float().save_pretrained(tmp_path)
+    settings = {"frontier_level": 1, "frontier_gain": 0.01, "frontier_steps": 4, "num_sequences": 32}
+    settings |= {"frontier_rates": (3e-2,)}
+    (found,) = evaluate(tmp_path, "frontier", language=grammar, settings=settings)
+    # a text of the other grammar, drawn as the measure draws it, as token ids
+    other = dataclasses.replace(grammar, redrawn_level=1).build()
+    objective = ObjectiveConfig(kind="causal")
+    old, new = (
+        language_inputs(language, objective, num_sequences=number, seed=0)
+        for language, number in ((grammar.build(), 32), (other, 64))
+    )
+    model = GPT2LMHeadModel.from_pretrained(tmp_path)
+    expected = forgetting_frontier(
+        model, old.batches, new.cut(8).batches, gain=0.01, learning_rates=(3e-2,), num_steps=4, causal=True
+    )
+    for name, estimate in expected.items():
+        assert found.estimates[name].value == pytest.approx(estimate.value, rel=1e-5)
+    assert expected["frontier"].value != 0
+    with pytest.raises(IsolossError, match="frontier_level is -1: name a level of the grammar, 0 to 1, whose rules"):
+        evaluate(tmp_path, "frontier", language=grammar)

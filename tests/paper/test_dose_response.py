@@ -156,7 +156,7 @@ def test_tables_and_answer_are_of_the_arms_and_their_controls(results):
     for dose, arm in enumerate(DOSES, -3):
         if arm != SHAM:
             row = rows[FEW.titles[arm]]
-            for key in ("minimal-trace", "attention", "mlp"):
+            for key in ("minimal-trace", "minimal-trace-of-attention", "minimal-trace-of-mlps"):
                 assert row[key].value == pytest.approx(2.0**-dose, rel=0.02)
             assert row["prefix-mean"].value == pytest.approx(-2 * dose, abs=0.2)
             assert row["effective-rank"].value == pytest.approx(dose, abs=0.3)

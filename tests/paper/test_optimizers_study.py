@@ -144,3 +144,10 @@ def test_tables_answer_and_page_are_of_the_arms(tmp_path):
         save(figure.chart, tmp_path / f"{figure.name}.csv")
     assert (tmp_path / "arms.svg").read_text().count("Schedule-free AdamW") >= 1
     assert (tmp_path / "associations.svg").read_text().count("rise at 3 bits") >= 1
+
+
+def test_one_grammar_is_no_study():
+    results = dataclasses.replace(results_of(-2.0), complete=[0])
+    assert FEW.complete(results) == []
+    assert tables(results) == ()
+    assert {claim.verdict for claim in judged(STUDY, results)} == {"not tested"}

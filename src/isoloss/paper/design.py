@@ -184,7 +184,12 @@ class AtOneLoss(OverGrammars):
 
     needed: ClassVar[tuple[str, ...]]  # arms, of which a unit must have results
     falling: ClassVar[tuple[str, str]]  # two arms between which the KL falls and else nothing is done
-    parts: ClassVar[tuple[str, ...]] = ("attention", "mlp")  # of the minimal trace
+    # parts of the minimal trace, by what their kinds of map begin with. Maps that share a factor, as an MLP's first and
+    # last, have equal parts at the minimum, so a part of the maps that write to the residual stream says nothing more
+    parts: ClassVar[Mapping[str, str]] = {
+        "minimal-trace-of-attention": "attention-",
+        "minimal-trace-of-mlps": "mlp-",
+    }
 
     def title(self, arm: str) -> str:
         """Return what an arm is called in figures and tables."""
@@ -197,16 +202,17 @@ class AtOneLoss(OverGrammars):
 
     def sums(self, end: Checkpoint) -> dict[str, Mapping[str, float]]:
         """Return what is made of a checkpoint's estimates: their weights, by the new estimate's key."""
-        return {part: {key: 1.0 for key in end if key.startswith(f"{part}-")} for part in self.parts}
+        return {part: {key: 1.0 for key in end if key.startswith(kinds)} for part, kinds in self.parts.items()}
 
     def complete(self, results: Results) -> list[Unit]:
-        """Return the units that have results for all arms, of which none has diverged."""
+        """Return the units that have results for all arms, of which none has diverged; none if of one grammar."""
         ends = [arm for arm in self.needed if arm != self.falling[0]]
-        return [
+        complete = [
             unit
             for unit in units_with(results, *self.needed)
             if all(results.at(unit.run(arm))["kl"].value <= self.largest_kl for arm in ends)
         ]
+        return complete if len(set(clusters_of(complete))) > 1 else []
 
     def at_end(self, results: Results, arm: str) -> list[Checkpoint]:
         """Return the last checkpoint of an arm, by unit, with what is made of its estimates."""
@@ -219,7 +225,8 @@ class AtOneLoss(OverGrammars):
 
     def loss_slopes(self, results: Results) -> dict[str, Estimate]:
         """Return the slope on the KL of each estimate that claims are about; none if a unit's KL does not fall."""
-        units = self.complete(results)
+        if not (units := self.complete(results)):
+            return {}
         first, second = (self.at_end(results, arm) for arm in self.falling)
         # at a scale without verdicts, both may have missed their targets
         if any(one["kl"].value == other["kl"].value for one, other in zip(first, second, strict=True)):

@@ -402,8 +402,10 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         "halving of the minimal trace": functools.partial(_halving, arms=DOSES),
         "the same, flatter side": functools.partial(_halving, arms=(SHAM, *FLATTER)),
         "the same, sharper side": functools.partial(_halving, arms=(*SHARPER, SHAM)),
-        "halving of attention's part": functools.partial(trend, along="attention", per="halving", arms=DOSES),
-        "halving of the MLPs' part": functools.partial(trend, along="mlp", per="halving", arms=DOSES),
+        "halving of attention's part": functools.partial(
+            trend, along="minimal-trace-of-attention", per="halving", arms=DOSES
+        ),
+        "halving of the MLPs' part": functools.partial(trend, along="minimal-trace-of-mlps", per="halving", arms=DOSES),
         "doubling of the effective rank": functools.partial(_doubling, arms=RANKED),
         "the same, given the minimal trace": functools.partial(_doubling, arms=RANKED, given="minimal-trace"),
         "halving of it, given the rank": functools.partial(_halving, arms=RANKED, given="effective-rank"),
@@ -432,8 +434,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             f"{scale.cooldown_steps:,} steps; those whose exact KL is higher by more than a tenth are counted. "
             f"{_left_out(results)}"
             "Probes are tested on every sentence of the language; prefix-mean is the mean of those of prefix-2 and "
-            "prefix-4, invariant-prefix-mean the same with features of one variance each. attention and mlp are parts "
-            "of the minimal trace.",
+            "prefix-4, invariant-prefix-mean the same with features of one variance each.",
         ),
         SummaryTable(
             "differences",

@@ -56,11 +56,12 @@ BRANCHES = {**{arm: STABLE for arm, name in ARMS.items() if name in ("sgd", "wsd
 PREDICTORS: Mapping[str, str] = {
     "trace": "trace",
     "minimal-trace": "minimal trace",
-    "attention": "attention's minimal trace",
-    "mlp": "the MLPs' minimal trace",
+    "minimal-trace-of-attention": "attention's minimal trace",
+    "minimal-trace-of-mlps": "the MLPs' minimal trace",
     "directional-sharpness": "directional sharpness",
     "effective-rank": "effective rank",
 }
+FORGETTING = "frontier"  # the rise of the loss when a short fine-tuning lowers the loss on a changed grammar
 RISES = ("int4-rise", "int3-rise", "int2-rise")
 FACTORS = tuple(PREDICTORS)[:-1]  # what is compared by factors
 
@@ -127,7 +128,7 @@ class Optimizers(AtOneLoss):
             configs[arm] = self._config(unit, adamw, algorithm=AdversarialConfig(task=task, weight=weight))
         flatness = ("trace", "minimal-trace", "minimal-trace-by-kind", "directional-sharpness", *RISES)
         probes = [*self.probes.values()]
-        measures = ("loss", *flatness, "features", f"span-{self.span_level}", *probes)
+        measures = ("loss", *flatness, "features", f"span-{self.span_level}", *probes, "frontier")
         measured = self.measurement(unit, measures, "last")
         untrained = self.measurement(unit, probes, 0, name="measure before training of")
         tokens = [
@@ -202,10 +203,12 @@ class Optimizers(AtOneLoss):
 
 LAPTOP = Optimizers(
     description="about an hour on two cores",
-    language=PCFGConfig(levels=3, symbols_per_level=4, rules_per_symbol=4, vocab_size=16, zipf=1.0),
+    # of whose predictions about 0.4 nats a token depend on the other tokens. In the first design it was about 0.08, and
+    # probes of most models found no more than probes of one-hot tokens
+    language=PCFGConfig(levels=3, symbols_per_level=8, rules_per_symbol=3, vocab_size=32, zipf=1.0),
     grammars=tuple(range(1430, 1436)),
-    stable_kl=0.04,
-    target_kl=0.02,
+    stable_kl=0.2,
+    target_kl=0.15,
     max_steps=8_000,
     wsd_steps=3_000,
     probed={"prefix-4": 100, "level-1": 100},
@@ -213,14 +216,15 @@ LAPTOP = Optimizers(
         **{"loss_sentences": 4096, "num_sequences": 2048, "feature_sentences": 2048},
         # this strength, because with few examples it is as accurate as weaker ones and several times as fast
         **{"num_train": 2048, "num_test": 4096, "probe_draws": 24, "probe_regularization": (0.1,)},
+        **{"frontier_level": 2, "frontier_gain": 0.3, "frontier_steps": 64},
     },
 )
 SCALES: Mapping[str, Optimizers] = {
     "laptop": LAPTOP,
     "pilot": dataclasses.replace(
         LAPTOP,
-        description="ten minutes on two cores: what the claims are planned with, no verdict is given",
-        grammars=(9030,),
+        description="twelve minutes on two cores: what the claims are planned with, no verdict is given",
+        grammars=(9050,),
         probed={"prefix-4": 100, "level-1": 100, "root": 100},
     ),
     "smoke": dataclasses.replace(
@@ -239,6 +243,7 @@ SCALES: Mapping[str, Optimizers] = {
         settings={
             **{"loss_sentences": 256, "num_sequences": 64, "feature_sentences": 128},
             **{"num_train": 128, "num_test": 256, "probe_draws": 3, "probe_regularization": (0.1,)},
+            **{"frontier_level": 1, "frontier_gain": 0.01, "frontier_steps": 8},
         },
     ),
 }
@@ -251,7 +256,7 @@ def outcomes(scale: Optimizers) -> Mapping[str, str]:
     """Return what the measures may predict: what each outcome is called, by its key."""
     accuracies = {key: f"accuracy on {task}" for task, key in zip(scale.probed, scale.probes.values(), strict=True)}
     rises = {key: f"rise at {key.removeprefix('int').removesuffix('-rise')} bits" for key in RISES}
-    return {**accuracies, scale.last_layer: "accuracy at spans", **rises}
+    return {**accuracies, scale.last_layer: "accuracy at spans", **rises, FORGETTING: "forgetting"}
 
 
 def trained_task(scale: Optimizers) -> Mapping[str, str]:
@@ -270,7 +275,8 @@ def accuracies(scale: Optimizers) -> Mapping[str, str]:
 #
 # The paper says that of models of one loss the flatter one transfers better: the primary claim. Two earlier draws, with
 # one rate for each optimizer, found the opposite on average, and that effective rank explains it (post hoc). So the
-# same is asked of the effective rank, and of each with the other given.
+# same is asked of the effective rank, and of each with the other given. In brackets only the neurons' part of the
+# minimal trace orders models by their transfer. So each accuracy is also asked to rise as the MLPs' part falls.
 #
 # Whether the target is reached is checked on a sample of sentences, every ten steps. Everything is judged at the same
 # loss: less what the difference in KL explains, by the slope of AdamW on its way.
@@ -321,6 +327,23 @@ CLAIMS = (
         statement="At the same loss, rounding the weights raises the loss of flatter models less",
         of=_FLAT,
         measures=dict(zip(("4 bits", "3 bits", "2 bits"), RISES, strict=True)),
+        direction="decrease",
+    ),
+    _better(
+        id="flatness-of-mlps",
+        statement="At one loss and one minimal trace of attention, each accuracy rises with the MLPs' flatness",
+        of=functools.partial(_FLAT, along="minimal-trace-of-mlps", given="minimal-trace-of-attention"),
+    ),
+    _better(
+        id="flatness-of-attention",
+        statement="At one loss and one minimal trace of the MLPs, each accuracy rises with attention's flatness",
+        of=functools.partial(_FLAT, along="minimal-trace-of-attention", given="minimal-trace-of-mlps"),
+    ),
+    _at_one_loss(
+        id="forgetting",
+        statement="At the same loss, flatter models forget less when they learn as much of a partly changed grammar",
+        of=_FLAT,
+        measures={"rise of the loss": FORGETTING},
         direction="decrease",
     ),
     _at_one_loss(
@@ -637,6 +660,9 @@ def _settings(scale: Optimizers) -> dict[str, str]:
         f"{-weight:g} and {weight:g}",
         "End": f"at the first multiple of {scale.validate_every} steps with a KL of at most {scale.target_kl:g} nats "
         f"on 1,024 validation sentences, or after {scale.max_steps:,} steps",
+        "Forgetting": f"in the changed grammar, the symbols of level {scale.settings['frontier_level']} have other "
+        f"rules; {scale.settings['frontier_steps']} steps of AdamW on 8 sentences each, at the rate with which the "
+        f"loss there falls by {scale.settings['frontier_gain']:g} nats",
         "Errors": "over grammars, with Student's t",
     }
 
@@ -651,8 +677,9 @@ STUDY = Study(
         "trace of the Fisher information, its minimum over rescalings of the weights that change no prediction, parts "
         "of this minimal trace, the curvature along the optimizer's own next update (directional sharpness), and the "
         "effective rank of the features (RankMe).",
-        "Outcomes: few-shot probes, probes of the grammar's symbols at their spans, and the rise of the loss when "
-        "weights are rounded to 4, 3 and 2 bits. Helper and adversary are trained with the first task and show that "
+        "Outcomes: few-shot probes, probes of the grammar's symbols at their spans, the rise of the loss when weights "
+        "are rounded to 4, 3 and 2 bits, and forgetting: its rise when a short fine-tuning on a partly changed grammar "
+        "lowers the loss there by a fixed amount. Helper and adversary are trained with the first task and show that "
         "its probe can see a difference.",
     ),
     claims=CLAIMS,

@@ -655,6 +655,8 @@ def answer(
     if contrast.not_tested:
         case, why = contrast.case, contrast.not_tested
         return [Answer(case=case, contrast=case, numbers={}, verdict=Verdict.NOT_TESTED, explanation=why)]
+    if not contrast.pairs:
+        return []
     gate = None
     # a claim about the loss itself cannot require that the losses are the same
     is_needed = isinstance(contrast, Contrast) and contrast.needs_same_loss and claim.loss_rule == "tested"

@@ -1,10 +1,14 @@
 """Random levelled grammars: their shape, that everything in them is used, and that they are the same everywhere."""
 
+import dataclasses
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isoloss.errors import IsolossError
 from isoloss.lab.languages._pcfg.grammar import random_grammar
 from isoloss.lab.languages.config import PCFGConfig
 
@@ -44,6 +48,32 @@ def test_shape(levels, size, share, vocab_size, stop, seed):
     assert set(grammar.binary[:, 1:].ravel().tolist()) == set(np.flatnonzero(level >= 1).tolist())
     lowest = grammar.emission[level[grammar.emission[:, 0]] == levels]
     assert set(lowest[:, 1].tolist()) == set(range(vocab_size))
+
+
+def test_a_level_that_is_redrawn_has_other_rules_and_all_others_the_same():
+    config = PCFGConfig(levels=3, symbols_per_level=3, rules_per_symbol=4, vocab_size=9, stop_probability=0.1, seed=5)
+    kept = dict(_rules(random_grammar(config)))
+    for level in range(4):
+        redrawn = dict(_rules(random_grammar(dataclasses.replace(config, redrawn_level=level))))
+        of_level = {rule for rule in kept.keys() | redrawn.keys() if rule.startswith(f"L{level}.")}
+        assert {rule: p for rule, p in kept.items() if rule not in of_level} == {
+            rule: p for rule, p in redrawn.items() if rule not in of_level
+        }
+        assert not any(kept.get(rule) == redrawn.get(rule) for rule in of_level)
+    with pytest.raises(IsolossError, match="redrawn_level is 4; the lowest level is 3"):
+        dataclasses.replace(config, redrawn_level=4).build()
+
+
+def _rules(grammar):
+    """Return each rule as text with its probability."""
+    for table, names, probabilities in (
+        (grammar.unary, (grammar.symbols,), grammar.unary_probs),
+        (grammar.binary, (grammar.symbols, grammar.symbols), grammar.binary_probs),
+        (grammar.emission, (grammar.vocabulary,), grammar.emission_probs),
+    ):
+        for row, probability in zip(table.tolist(), probabilities.tolist(), strict=True):
+            right = [name[i] for name, i in zip(names, row[1:], strict=True)]
+            yield " ".join([grammar.symbols[row[0]], "->", *right]), probability
 
 
 def test_draws_are_pinned():

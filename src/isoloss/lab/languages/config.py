@@ -104,9 +104,14 @@ class PCFGConfig(_Config):
     normalized. About 1 in natural languages; 0: no law."""
     seed: int = 0
     """Decides the rules and their weights."""
+    redrawn_level: int = setting(-1, minimum=-1, omit_default=True)
+    """A level whose symbols have other rules than the grammar that the seed decides; all other rules are the same.
+    -1: none."""
 
     def check_fields(self) -> None:
-        """Raise an `IsolossError` where there are fewer pairs of symbols than rules."""
+        """Raise an `IsolossError` where there are fewer pairs of symbols than rules, or no level to draw anew."""
+        if self.redrawn_level > self.levels:
+            raise IsolossError(f"redrawn_level is {self.redrawn_level}; the lowest level is {self.levels}")
         if self.rules_per_symbol > self.symbols_per_level**2:
             raise IsolossError(
                 f"rules_per_symbol is {self.rules_per_symbol}, but {self.symbols_per_level} symbols per level make "

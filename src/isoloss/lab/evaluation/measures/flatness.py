@@ -22,6 +22,7 @@ from isoloss.lab.evaluation.measures.base import (
     measure_class,
     requires,
 )
+from isoloss.lab.languages.config import PCFGConfig
 from isoloss.registry import MEASURES
 
 if TYPE_CHECKING:
@@ -484,7 +485,18 @@ def _names_text(setting: str) -> Callable[[FunctionMeasure, MeasureContext], str
     return why_not
 
 
-@requires(_names_text("frontier_with"))
+def _why_no_frontier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
+    if context.language is None:
+        return _names_text("frontier_with")(measure, context)
+    if not isinstance(context.language.config, PCFGConfig):
+        return "it takes two texts, or a random grammar (pcfg) that is partly changed: add --data"
+    level, lowest = getattr(measure, "frontier_level"), context.language.config.levels  # noqa: B009 - a setting
+    if not 0 <= level <= lowest:
+        return f"frontier_level is {level}: name a level of the grammar, 0 to {lowest}, whose rules are changed"
+    return None
+
+
+@requires(_why_no_frontier)
 def frontier(
     model: Any,
     batches: Any,
@@ -494,6 +506,11 @@ def frontier(
         setting(),
         "frontier: the other text, half of it for training: a file, a folder or a dataset, as for --data.",
     ] = "",
+    frontier_level: Annotated[
+        int,
+        setting(minimum=-1, omit_default=True),
+        "frontier, of a model on a random grammar: the level whose rules the other grammar has drawn anew.",
+    ] = -1,
     frontier_gain: Annotated[
         float, setting(above=0), "frontier: the gain on the other text at which the forgetting is given, in nats."
     ] = 0.1,
@@ -502,13 +519,20 @@ def frontier(
         int, setting(minimum=1), "frontier: steps of AdamW, each on 8 sequences of the other text."
     ] = 32,
     seed: int = 0,
-    read_text: Any,
+    context: Any,
     causal: bool | None = None,
     progress: Any = None,
 ) -> dict[str, Estimate]:
-    """Forgetting at one gain in a short fine-tuning on another text; both at each learning rate."""
+    """Forgetting at one gain in a short fine-tuning on another text or grammar; both at each learning rate."""
     # half is trained on, each sequence once if the text is long enough
-    new = read_text(Path(frontier_with), 2 * _FRONTIER_BATCH * frontier_steps, seed)
+    num_sequences = 2 * _FRONTIER_BATCH * frontier_steps
+    if context.language is None:
+        new = context.read_text(Path(frontier_with), num_sequences, seed)
+    else:
+        from isoloss.lab.evaluation.context import language_inputs
+
+        changed = dataclasses.replace(context.language.config, redrawn_level=frontier_level).build()
+        new = language_inputs(changed, context.objective, num_sequences=num_sequences, seed=seed)
     found = flatness.forgetting_frontier(
         model,
         batches,

@@ -340,7 +340,17 @@ _PAIRS = ("()", "[]", "{}", "<>")  # the first kinds of bracket; further ones ar
 def random_grammar(config: PCFGConfig) -> Grammar:
     """Return the grammar that `config` describes (see `PCFGConfig`)."""
     check(config)
-    rng = np.random.default_rng(derive(config.seed, "pcfg"))
+    rules = _random_rules(config, derive(config.seed, "pcfg"))
+    if (level := config.redrawn_level) >= 0:
+        # each symbol has as many rules in all grammars of one shape
+        others = _random_rules(config, derive(config.seed, "pcfg", "redrawn level", level))
+        redrawn = {f"L{level}.{index}" for index in range(config.symbols_per_level)}
+        rules = [other if rule.lhs in redrawn else rule for rule, other in zip(rules, others, strict=True)]
+    return build_grammar(rules, start="S", source="random grammar")
+
+
+def _random_rules(config: PCFGConfig, seed: int) -> list[Rule]:
+    rng = np.random.default_rng(seed)
     size, vocab_size = config.symbols_per_level, config.vocab_size
     names = [[f"L{level}.{index}" for index in range(size)] for level in range(config.levels + 1)]
     tokens = [f"w{index}" for index in range(vocab_size)]
@@ -381,7 +391,7 @@ def random_grammar(config: PCFGConfig) -> Grammar:
         first_tokens = dealt[index::size]
         more = rng.permutation(np.setdiff1d(dealt, first_tokens))[: emitted - len(first_tokens)]
         emit(lhs, [*first_tokens.tolist(), *more.tolist()], 1.0)
-    return build_grammar(rules, start="S", source="random grammar")
+    return rules
 
 
 def dyck_grammar(config: DyckConfig) -> Grammar:
