@@ -21,6 +21,8 @@ RESULTS = Path(__file__).parent
 PILOT = RESULTS / "dose-response/pilot.toml"
 DOSE_RESPONSE = ("dose-response", "dose-response-repeated")
 OPTIMIZERS = ("optimizers", "optimizers-repeated")
+SLOPES = ("dose-response-24-grammars", "dose-response-24-grammars-repeated")
+RATES = ("optimizers-three-rates", "optimizers-three-rates-repeated")
 
 DOSES = ("sharp-3", "sharp-2", "sharp-1", "sham", "flat-1", "flat-2", "flat-3")  # from the sharpest to the flattest
 NOISES = ("sham", "noise-1", "noise-2", "noise-3")
@@ -245,7 +247,8 @@ def rise_table():
 # --- all studies: which way flatness, rank and transfer go -----------------------------------------------------------
 
 BRACKETS = ("brackets", "brackets-repeated")
-# what is compared: the draws, how their runs are named, the control, the arms, and what is measured of them
+# what is compared: the draws, how their runs are named, the control, the arms, and what is measured of them: the trace,
+# the rank, and the accuracies (or R^2) whose mean is the transfer
 SIGNS = {
     "brackets, the paper's model": (
         BRACKETS,
@@ -257,7 +260,7 @@ SIGNS = {
             "sam": "SAM",
             "label-noise": "label noise",
         },
-        ("parts-minimal-trace", "effective-rank", "r2-abs-g-8"),
+        ("parts-minimal-trace", "effective-rank", ("r2-abs-g-8",)),
     ),
     "grammars, first design": (
         DOSE_RESPONSE,
@@ -270,7 +273,20 @@ SIGNS = {
             **{f"noise-{i}": f"label noise, {steps} steps" for i, steps in enumerate(("500", "1,500", "4,000"), 1)},
             "helper": "helper (trained with prefix-2)",
         },
-        ("minimal-trace", "effective-rank", "few-shot-prefix-4-30"),
+        ("minimal-trace", "effective-rank", PROBES),
+    ),
+    "grammars": (
+        SLOPES,
+        GRAMMARS,
+        "sham",
+        {
+            **dict(zip(DOSES[4:], ("penalty 0.0005", "penalty 0.0015", "penalty 0.004"), strict=True)),
+            **dict(zip(DOSES[2::-1], ("reward 0.0002", "reward 0.0005", "reward 0.001"), strict=True)),
+            "narrower": "features of lower entropy",
+            "wider": "features of higher entropy",
+            "helper": "helper (trained with prefix-2)",
+        },
+        ("minimal-trace", "effective-rank", PROBES),
     ),
     "optimizers, first design": (
         OPTIMIZERS,
@@ -281,7 +297,19 @@ SIGNS = {
             "helper": "helper (trained with prefix-4)",
             "adversary": "adversary of prefix-4",
         },
-        ("minimal-trace", "effective-rank", "few-shot-prefix-4-30"),
+        ("minimal-trace", "effective-rank", ("few-shot-prefix-4-30",)),
+    ),
+    "optimizers": (
+        RATES,
+        GRAMMARS,
+        "adamw",
+        {
+            **{arm: title for arm, title in ARMS.items() if arm != "adamw"},
+            "muon-sgd": "SGD after Muon",
+            "helper": "helper (trained with prefix-4)",
+            "adversary": "adversary of prefix-4",
+        },
+        ("minimal-trace", "effective-rank", ("few-shot-prefix-4-100",)),
     ),
 }
 
@@ -299,8 +327,9 @@ def sign_table():
     )
     for study, (draws, pattern, control, arms, keys) in SIGNS.items():
         rows = pl.concat([values(name, pattern) for name in draws], how="diagonal")
+        rows = rows.with_columns(transfer=pl.mean_horizontal(keys[2]))
         for arm, title in arms.items():
-            trace, rank, transfer = (paired(rows, control, arm, key) for key in keys)
+            trace, rank, transfer = (paired(rows, control, arm, key) for key in (*keys[:2], "transfer"))
             times = math.exp(trace[0])
             factor = f"{times:.{digits(times * trace[1])}f} ± {times * trace[1]:.{digits(times * trace[1])}f}"
             flatter = (-trace[0], trace[1], trace[2])
