@@ -327,6 +327,7 @@ def sign_table():
     )
     for study, (draws, pattern, control, arms, keys) in SIGNS.items():
         rows = pl.concat([values(name, pattern) for name in draws], how="diagonal")
+        rows = without_diverged(rows) if draws == SLOPES else rows
         rows = rows.with_columns(transfer=pl.mean_horizontal(keys[2]))
         for arm, title in arms.items():
             trace, rank, transfer = (paired(rows, control, arm, key) for key in (*keys[:2], "transfer"))
@@ -335,6 +336,12 @@ def sign_table():
             flatter = (-trace[0], trace[1], trace[2])
             cells = (factor, with_error(*rank[:2]), with_error(*transfer[:2]))
             yield (study, title, *cells, together(flatter, transfer), together(rank, transfer))
+
+
+def without_diverged(rows):
+    """Leave out the grammars of which an arm has diverged, as the study does: it ends above 2.7 times the target."""
+    diverged = rows.filter(pl.col("arm") != "base", pl.col("kl") > 8e-4)["grammar"].unique()
+    return rows.filter(~pl.col("grammar").is_in(diverged.to_list()))
 
 
 def paired(rows, control, arm, key):
@@ -433,7 +440,9 @@ def claim_table(draws):
     for same in zip(*claims, strict=True):
         statement = same[0]["statement"]
         for answers in zip(*(each["answers"] for each in same), strict=True):
-            found = [answer["adjusted"] or answer["difference"] for answer in answers]
+            # the one that is judged: with a slope on the loss, the other is beside it
+            judged = "adjusted" if same[0].get("loss_rule") == "adjusted" else "difference"
+            found = [answer[judged] for answer in answers]
             sizes = "<br>".join(with_error(each["value"], each["stderr"]) if each else "–" for each in found)
             unit = next((each["unit"] for each in found if each), "")
             yield (statement, answers[0]["case"], f"{sizes} {unit}", "<br>".join(f"*{a['words']}*" for a in answers))

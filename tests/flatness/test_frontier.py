@@ -187,3 +187,11 @@ def test_the_other_grammar_has_one_level_of_rules_drawn_anew(tmp_path):
     assert expected["frontier"].value != 0
     with pytest.raises(IsolossError, match="frontier_level is -1: name a level of the grammar, 0 to 1, whose rules"):
         evaluate(tmp_path, "frontier", language=grammar)
+    # what would be passed over, or change two levels at once
+    with pytest.raises(IsolossError, match="frontier_with is old, but the model is measured on a language"):
+        evaluate(tmp_path, "frontier", language=grammar, settings={**settings, "frontier_with": "old"})
+    with pytest.raises(IsolossError, match="the grammar itself has level 0 drawn anew"):
+        evaluate(tmp_path, "frontier", language=dataclasses.replace(grammar, redrawn_level=0), settings=settings)
+    np.save(tmp_path / "old.npy", np.zeros((4, 4), np.int64))
+    with pytest.raises(IsolossError, match="frontier_level is 1, but the model is measured on a text"):
+        evaluate(tmp_path, "frontier", data=str(tmp_path / "old.npy"), settings=settings)

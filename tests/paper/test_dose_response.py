@@ -151,7 +151,10 @@ def results():
 def test_tables_and_answer_are_of_the_arms_and_their_controls(results):
     trends, arms, differences, slopes, untrained = tables(results)
     assert [label[0] for label, _ in arms.rows] == [FEW.titles[arm] for arm in ARMS]
-    assert {label[1] for label, _ in arms.rows} == {0}  # none missed the target
+    unit = FEW.units[0]
+    steps = {results.last_step(unit.run(arm)) for arm in ARMS}  # of every unit; the helper has fewer
+    assert {label[1] for label, _ in arms.rows} == {f"{each:,} to {each:,}" for each in steps}
+    assert {label[2] for label, _ in arms.rows} == {0}  # none missed the target
     rows = {label[0]: row for label, row in differences.rows}
     for dose, arm in enumerate(DOSES, -3):
         if arm != SHAM:
@@ -164,11 +167,16 @@ def test_tables_and_answer_are_of_the_arms_and_their_controls(results):
     assert first["prefix-mean"].value == pytest.approx(PER_NAT, rel=1)  # a difference of 0.04 points, ± 0.02
     by_name = {label[0]: row for label, row in trends.rows}
     # at one loss: 2 points less with each halving; each halving has a KL that is higher by 0.02 of the target's
-    for name in ("halving of the minimal trace", "the same, flatter side", "the same, sharper side"):
+    sides = ("flatter side", "sharper side", "without the strongest penalty")
+    for name in ("halving of the minimal trace", *(f"the same, {side}" for side in sides)):
         assert by_name[name]["prefix-mean"].value == pytest.approx(-2, abs=0.15)
     assert by_name["halving of attention's part"]["effective-rank"].value == pytest.approx(1, abs=0.1)
-    assert by_name["halving of it, given the rank"]["prefix-mean"].value == pytest.approx(-2.1, abs=0.15)
-    assert by_name["the same, given the minimal trace"]["prefix-mean"].value > 2
+    assert by_name["halving of the minimal trace, given the rank"]["prefix-mean"].value == pytest.approx(-2.1, abs=0.15)
+    assert by_name["doubling of the rank, given the minimal trace"]["prefix-mean"].value > 2
+    # no slope of the rank on itself
+    assert {name for name, row in by_name.items() if "effective-rank" not in row} == {
+        name for name in by_name if name.endswith("rank") or "of the rank" in name
+    }
     assert set(untrained.rows[0][1]) == set(FEW.probes.values())
 
 
@@ -193,6 +201,24 @@ def test_a_base_with_an_arm_that_diverged_is_left_out_and_told(results):
     assert FEW.complete(others) == list(FEW.units[1:])
     assert "Of 10 bases, 1 left out: an arm of these ended above 0.0008." in tables(others)[1].caption
     assert "left out" not in tables(results)[1].caption
+
+
+def test_a_dose_that_missed_the_target_is_named_beside_the_figure(results):
+    missed = dict(results.checkpoints)
+    for unit in FEW.units:
+        key = (name := unit.run("flat-3")), results.last_step(name)
+        missed[key] = {**missed[key], "kl": dataclasses.replace(missed[key]["kl"], value=2 * FEW.target_kl)}
+    figure, _ = page.parts(type(results)(FEW, missed, results.folder)).figures
+    assert "the mean KL is above the target of 0.0003 with Penalty +0.004 (0.0006). Thin: " in figure.caption
+    figure, _ = page.parts(results).figures
+    assert "not adjusted to one loss. Thin: the penalty's arms of each of 5 grammars." in figure.caption
+
+
+def test_one_complete_grammar_has_no_figure_and_no_table(results):
+    one = dataclasses.replace(results, complete=[0])
+    assert page.parts(one).figures == []
+    assert tables(one) == ()
+    assert {claim.verdict for claim in judged(STUDY, one)} == {"not tested"}
 
 
 def test_the_figure_has_a_curve_for_each_grammar_and_the_means(tmp_path, results):

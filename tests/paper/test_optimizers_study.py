@@ -146,6 +146,21 @@ def test_tables_answer_and_page_are_of_the_arms(tmp_path):
     assert (tmp_path / "associations.svg").read_text().count("rise at 3 bits") >= 1
 
 
+def test_a_fine_tuning_that_missed_the_common_gain_leaves_out_the_forgetting_alone():
+    results = results_of(-2.0)
+    run = FEW.units[0].run("sam-double")
+    key = run, results.last_step(run)
+    missing = {name: each for name, each in results.checkpoints[key].items() if name != "frontier"}
+    others = type(results)(FEW, {**results.checkpoints, key: missing}, results.folder)
+    claims = {one.claim.id: one.verdict for one in judged(STUDY, others)}
+    assert claims.pop("forgetting") == "not tested"
+    assert claims == {one.claim.id: one.verdict for one in judged(STUDY, results) if one.claim.id != "forgetting"}
+    assert {each.outcome for each in associations(results)} - {each.outcome for each in associations(others)} == {
+        "frontier"
+    }
+    assert "frontier" not in tables(others)[2].rows[0][1]
+
+
 def test_one_grammar_is_no_study():
     results = dataclasses.replace(results_of(-2.0), complete=[0])
     assert FEW.complete(results) == []

@@ -137,7 +137,8 @@ def test_the_adjusted_difference_is_judged_where_the_claim_says_so():
     assert found.p_adjusted == 2 * found.p_value
     assert found.verdict is Verdict.SHOWN
     assert list(found.numbers) == ["before", "after", "difference at the same loss"]
-    assert f"Without the adjustment to the same loss it is {plain.difference}" in found.explanation
+    told = f"Without the adjustment to the same loss it is {plain.difference}; that of the KL is "
+    assert f"{told}{one.change('kl')}." in found.explanation
     with pytest.raises(IsolossError, match="loss_rule of the claim c0 is 'adjusted', but there is no slope of m0"):
         answers([asked], contrast(MOVES[:1], losses, clusters=GRAMMARS))
     # a scale without verdicts need not have slopes

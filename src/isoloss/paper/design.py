@@ -232,7 +232,8 @@ class AtOneLoss(OverGrammars):
         if any(one["kl"].value == other["kl"].value for one, other in zip(first, second, strict=True)):
             return {}
         groups = [unit.prefix for unit in units] * 2
-        return {key: loss_slope([*first, *second], [*units, *units], key, within=groups) for key in self.adjusted}
+        known = [key for key in self.adjusted if all(key in end for end in (*first, *second))]
+        return {key: loss_slope([*first, *second], [*units, *units], key, within=groups) for key in known}
 
 
 def loss_slope(

@@ -38,6 +38,7 @@ from isoloss.paper.tables import (
     has_several_languages,
     means,
     num_above_target,
+    num_languages,
 )
 from isoloss.report import charts, data
 from isoloss.report.charts import Spec, layer, nominal
@@ -388,11 +389,11 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         return ()
     made = (TRANSFER, INVARIANT, NEEDED_MORE)
     keys = ("kl", *FACTORS, *FEATURES, *made, *scale.probes.values())
-    ends = {arm: scale.at_end(results, arm) for arm in ARMS}
-    arms = [
-        ((scale.titles[arm], num_above_target(some, scale.target_kl)), means(some, units, keys))
-        for arm, some in ends.items()
-    ]
+    arms = []
+    for arm in ARMS:
+        some, taken = scale.at_end(results, arm), [results.last_step(unit.run(arm)) for unit in units]
+        label = (scale.titles[arm], f"{min(taken):,} to {max(taken):,}", num_above_target(some, scale.target_kl))
+        arms.append((label, means(some, units, keys)))
     differences = [
         ((scale.titles[arm],), changes(scale.pairs(results, SHAM, arm), units, keys, as_factors=FACTORS))
         for arm in ARMS
@@ -402,13 +403,18 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         "halving of the minimal trace": functools.partial(_halving, arms=DOSES),
         "the same, flatter side": functools.partial(_halving, arms=(SHAM, *FLATTER)),
         "the same, sharper side": functools.partial(_halving, arms=(*SHARPER, SHAM)),
+        "the same, without the strongest penalty": functools.partial(_halving, arms=DOSES[:-1]),
         "halving of attention's part": functools.partial(
             trend, along="minimal-trace-of-attention", per="halving", arms=DOSES
         ),
         "halving of the MLPs' part": functools.partial(trend, along="minimal-trace-of-mlps", per="halving", arms=DOSES),
         "doubling of the effective rank": functools.partial(_doubling, arms=RANKED),
-        "the same, given the minimal trace": functools.partial(_doubling, arms=RANKED, given="minimal-trace"),
-        "halving of it, given the rank": functools.partial(_halving, arms=RANKED, given="effective-rank"),
+        "doubling of the rank, given the minimal trace": functools.partial(
+            _doubling, arms=RANKED, given="minimal-trace"
+        ),
+        "halving of the minimal trace, given the rank": functools.partial(
+            _halving, arms=RANKED, given="effective-rank"
+        ),
     }
     slopes = scale.loss_slopes(results)
     untrained = means([results.at(unit.run(BASE), 0) for unit in units], units, scale.probes.values())
@@ -418,20 +424,30 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             f"slopes at the same loss, {OVER}",
             ("with each",),
             [
-                ((name,), {key: found for key in (*made, "effective-rank") if (found := at_same_loss(one, key))})
+                (
+                    (name,),
+                    {
+                        key: found
+                        for key in (*made, "effective-rank")
+                        # the slope of the rank on its own logarithm says nothing
+                        if key not in (one.along, *one.given) and (found := at_same_loss(one, key))
+                    },
+                )
                 for name, of in trends.items()
                 for one in [of(results)]
             ],
             "Slopes within the seeds of each grammar, over the doses; those with the effective rank also over the arms "
-            "that change it. Claims are about some of them.",
+            "that change it. Claims are about the first row and those with the rank; the others show how much of it "
+            "hangs on one side, or on the strongest penalty.",
         ),
         SummaryTable(
             "arms",
             f"all arms, {OVER}",
-            ("arm", "above the target"),
+            ("arm", "steps after the base", "above the target"),
             arms,
             f"Every arm ends where its cooldown reaches a KL of {scale.target_kl:g} on validation sentences, or after "
             f"{scale.cooldown_steps:,} steps; those whose exact KL is higher by more than a tenth are counted. "
+            "Values are as measured, not adjusted to one loss. "
             f"{_left_out(results)}"
             "Probes are tested on every sentence of the language; prefix-mean is the mean of those of prefix-2 and "
             "prefix-4, invariant-prefix-mean the same with features of one variance each.",
@@ -441,14 +457,16 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             f"arms vs. sham, {OVER}",
             ("arm",),
             differences,
-            "Paired by grammar and seed: arm minus sham; traces: arm over sham, as geometric means.",
+            "Paired by grammar and seed: arm minus sham; traces: arm over sham, as geometric means. Not adjusted to "
+            "one loss: the first column has the difference in KL.",
         ),
         SummaryTable(
             "slopes",
             "slopes on the KL, mean ± standard error over grammars",
             ("estimate",),
             [((key,), {"slope": one}) for key, one in slopes.items()],
-            f"From the base, at a KL of {scale.base_kl:g}, to the sham. All else is adjusted to one loss by these.",
+            f"From the base, where the KL has come down to {scale.base_kl:g}, to the sham. Claims and trends are "
+            "adjusted to one loss by these; for an arm that ends above the base this is an extrapolation.",
         ),
         SummaryTable("untrained", f"the untrained model, {OVER}", ("model",), [(("Untrained",), untrained)]),
     )
@@ -486,18 +504,24 @@ def parts(results: Results) -> PageParts:
 
 
 def _figures(results: Results) -> list[Figure]:
+    scale: DoseResponse = results.scale
+    if not (units := scale.complete(results)):
+        return []
+    kl = {arm: statistics.fmean(end["kl"].value for end in scale.at_end(results, arm)) for arm in DOSES}
+    above = [f"{scale.titles[arm]} ({mean:.2g})" for arm, mean in kl.items() if mean > 1.1 * scale.target_kl]
     first = [
         ("Accuracy, mean of the prefix probes: change (points)", TRANSFER),
         ("Effective rank: change", "effective-rank"),
     ]
-    others = {**results.scale.probes, "prefix probes, features of one variance": INVARIANT}
+    others = {**scale.probes, "prefix probes, features of one variance": INVARIANT}
     return [
         Figure(
             name="dose-response",
             title="Few-shot accuracy and effective rank by flatness",
             chart=dose_response(results, first),
-            caption="Changes from the sham, whose penalty has the weight 0, at the same KL. Thin: the penalty's arms "
-            "of each grammar. Thick: means over grammars.",
+            caption="Changes from the sham, whose penalty has the weight 0, not adjusted to one loss"
+            + (f"; the mean KL is above the target of {scale.target_kl:g} with {', '.join(above)}" if above else "")
+            + f". Thin: the penalty's arms of each of {num_languages(units)} grammars. Thick: means over grammars.",
         ),
         Figure(
             name="dose-response-others",

@@ -405,7 +405,7 @@ def associations(results: Results) -> list[Association]:
     found: dict[tuple[str, str], tuple[Correlation, Correlation, Correlation]] = {}
     for measure, outcome in (pairs := list(itertools.product(PREDICTORS, outcomes(scale)))):
         other = "minimal-trace" if measure == "effective-rank" else "effective-rank"
-        # too few grammars, or a value that is not above 0
+        # too few grammars, a value that is not above 0, or a fine-tuning that did not reach the common gain
         try:
             x, y = logs(measure), [end[outcome].value for *_, end in rows]
             over_grammars = functools.partial(correlation, x, y, grammars, within=grammars, resamples=100)
@@ -415,7 +415,7 @@ def associations(results: Results) -> list[Association]:
                 correlation(x, y, optimizers, given={"KL": kl, **indicators}, resamples=100),
                 over_grammars(given={"KL": kl, other: logs(other)}),
             )
-        except (IsolossError, ValueError):
+        except (IsolossError, KeyError, ValueError):
             continue
     if not found:
         return []
@@ -434,8 +434,10 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     if not has_several_languages(units):
         return ()
     shown = (*ARMS, *OTHERS)
-    keys = ("kl", *PREDICTORS, *outcomes(scale))
     ends = {arm: scale.at_end(results, arm) for arm in (STABLE, *shown)}
+    # a fine-tuning that does not reach the common gain has no forgetting
+    whole = [*itertools.chain.from_iterable(ends.values())]
+    keys = [key for key in ("kl", *PREDICTORS, *outcomes(scale)) if all(key in end for end in whole)]
     layers = [f"layer-{layer}" for layer in range(scale.layers + 1)]
 
     def steps(unit: Unit, arm: str) -> int:

@@ -693,7 +693,11 @@ def _answer(claim: Claim, contrast: Contrast | Trend, key: str, case: str, gate:
                 * isinstance(contrast, Trend)
             )
         judged, name = adjusted, f"{name} at the same loss"
-        explanation = f"{explanation} Without the adjustment to the same loss it is {measured}."
+        loss = "KL" if loss_key(pairs) == "kl" else "loss"
+        explanation = (
+            f"{explanation} Without the adjustment to the same loss it is {measured}; that of the {loss} is "
+            f"{contrast.change(loss_key(pairs))}."
+        )
     found = Answer(
         case=_case(case, contrast.case),
         contrast=contrast.case,

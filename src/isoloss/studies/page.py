@@ -256,9 +256,13 @@ def _made(folder: StudyFolder, results: Results, own: Mapping[str, str], summary
             "Claims": f"SHA-256 {family.claims_sha256}",
             "Tested first, in order": "; ".join(first) or "none: all tests are secondary",
             "Family": f"{family.secondary_tests} secondary tests, as planned before the runs",
-            "Same loss": f"mean difference shown to be within {family.loss_margin:g} nats by two one-sided tests at "
-            "5 %, unless a claim sets another margin",
         }
+        tested = f"mean difference shown to be within {family.loss_margin:g} nats by two one-sided tests at 5 %, unless"
+        made["Same loss"] = (
+            f"{tested} a claim sets another margin"
+            if any(each.loss_rule == "tested" for each in folder.study.claims)
+            else "every claim is judged by the difference adjusted to the same loss"
+        )
     record = results.run(next(iter(results.experiments))).record  # of the first run
     devices = {each.details.get("device") for one in results.checkpoints.values() for each in one.values()}
     return made | {

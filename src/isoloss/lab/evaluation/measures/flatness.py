@@ -486,13 +486,19 @@ def _names_text(setting: str) -> Callable[[FunctionMeasure, MeasureContext], str
 
 
 def _why_no_frontier(measure: FunctionMeasure, context: MeasureContext) -> str | None:
+    other, level = (getattr(measure, each) for each in ("frontier_with", "frontier_level"))
     if context.language is None:
+        if level >= 0:
+            return f"frontier_level is {level}, but the model is measured on a text, which has no levels: leave it out"
         return _names_text("frontier_with")(measure, context)
-    if not isinstance(context.language.config, PCFGConfig):
+    if other:
+        return f"frontier_with is {other}, but the model is measured on a language: leave it out, or add --data"
+    if not isinstance(grammar := context.language.config, PCFGConfig):
         return "it takes two texts, or a random grammar (pcfg) that is partly changed: add --data"
-    level, lowest = getattr(measure, "frontier_level"), context.language.config.levels  # noqa: B009 - a setting
-    if not 0 <= level <= lowest:
-        return f"frontier_level is {level}: name a level of the grammar, 0 to {lowest}, whose rules are changed"
+    if not 0 <= level <= grammar.levels:
+        return f"frontier_level is {level}: name a level of the grammar, 0 to {grammar.levels}, whose rules are changed"
+    if grammar.redrawn_level >= 0:
+        return f"the grammar itself has level {grammar.redrawn_level} drawn anew, and a grammar has only one such level"
     return None
 
 
