@@ -16,6 +16,7 @@ from isoloss.paper import dose_response as page
 from isoloss.paper.dose_response import ARMS, BASE, CONTROL, DOSES, HELPER, SCALES, SHAM, STUDY, answer, tables
 from isoloss.paper.dose_response_tasks import needed, spare, twins
 from isoloss.report.save import save
+from isoloss.studies.summary import claim_table
 
 GRAMMAR = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=6, seed=4)
 
@@ -153,7 +154,7 @@ def test_tables_and_answer_are_of_the_arms_and_their_controls(results):
     assert [label[0] for label, _ in arms.rows] == [FEW.titles[arm] for arm in ARMS]
     unit = FEW.units[0]
     steps = {results.last_step(unit.run(arm)) for arm in ARMS}  # of every unit; the helper has fewer
-    assert {label[1] for label, _ in arms.rows} == {f"{each:,} to {each:,}" for each in steps}
+    assert {label[1] for label, _ in arms.rows} == {f"{each:,} ({each:,} to {each:,})" for each in steps}
     assert {label[2] for label, _ in arms.rows} == {0}  # none missed the target
     rows = {label[0]: row for label, row in differences.rows}
     for dose, arm in enumerate(DOSES, -3):
@@ -186,6 +187,8 @@ def test_the_claims_are_judged_by_slopes(results):
     (trend,) = claims["trend"].answers
     assert trend.verdict.value == "contradicted"
     assert str(trend.difference).endswith("points per halving")
+    assert claim_table(claims["trend"])[0][4] == "slope (points per halving)"
+    assert claim_table(claims["flatter"])[0][4] == "difference (nats/token)"
     assert "fitted within 10 groups of 7 models; 95 % interval over 5 grammars" in trend.explanation
     assert claims["flatter"].verdict == claims["helper"].verdict == claims["wider"].verdict == "shown"
     cards = answer(list(claims.values()), results)

@@ -392,7 +392,8 @@ def tables(results: Results) -> Sequence[SummaryTable]:
     arms = []
     for arm in ARMS:
         some, taken = scale.at_end(results, arm), [results.last_step(unit.run(arm)) for unit in units]
-        label = (scale.titles[arm], f"{min(taken):,} to {max(taken):,}", num_above_target(some, scale.target_kl))
+        steps = f"{statistics.fmean(taken):,.0f} ({min(taken):,} to {max(taken):,})"
+        label = (scale.titles[arm], steps, num_above_target(some, scale.target_kl))
         arms.append((label, means(some, units, keys)))
     differences = [
         ((scale.titles[arm],), changes(scale.pairs(results, SHAM, arm), units, keys, as_factors=FACTORS))
@@ -443,7 +444,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         SummaryTable(
             "arms",
             f"all arms, {OVER}",
-            ("arm", "steps after the base", "above the target"),
+            ("arm", "steps after the base: mean (range)", "above the target"),
             arms,
             f"Every arm ends where its cooldown reaches a KL of {scale.target_kl:g} on validation sentences, or after "
             f"{scale.cooldown_steps:,} steps; those whose exact KL is higher by more than a tenth are counted. "

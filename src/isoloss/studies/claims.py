@@ -216,7 +216,8 @@ class Trend:
         return (
             f"Slope of {key} with each {self.per} of the {self.along.replace('-', ' ')}{given}, fitted within "
             f"{len(self.groups)} groups of {len(self.groups[0])} models; 95 % interval over {measured.samples} "
-            f"{self.clusters_are} (t with {measured.samples - 1} degrees of freedom)."
+            f"{self.clusters_are} (t with {measured.samples - 1} degrees of freedom). The two means beside it are of "
+            "the first and the last model of each group alone."
         )
 
     def named(self, factor: float) -> str:

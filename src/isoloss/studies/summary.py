@@ -198,6 +198,9 @@ def _headings(result: ClaimResult) -> list[str]:
     first, second = names.pop() if len(names) == 1 else ("first", "second")
     factor = result.claim.factor
     difference = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"
+    found = [answer.difference.unit for answer in result.answers if answer.difference is not None]
+    if any(unit.endswith((" per halving", " per doubling")) for unit in found):
+        difference = "slope"  # it is not the second number minus the first
     about = ("95 % interval", "p", "adjusted p", "adjusted p of no effect", "found with 80 % power", "smaller than")
     return ["case", VERDICT, first, second, difference, *about, "at the same loss"]
 
