@@ -315,7 +315,7 @@ SIGNS = {
 
 
 def sign_table():
-    """Return how arms differ from their controls at one loss in flatness, rank and transfer; both draws together."""
+    """Return how arms with one target differ from their controls, not adjusted to one loss; both draws together."""
     yield (
         "study",
         "arm",
