@@ -44,7 +44,7 @@ def cluster_mean(values: ArrayLike, clusters: Sequence[Any], *, unit: str, metho
 
     With m_g the mean of cluster g of G, the error is the standard deviation of the m_g over sqrt(G), with G - 1 degrees
     of freedom. For clusters of one size this is the exact interval of a mixed model with a random cluster, by REML.
-    Clusters count alike, whatever their sizes: the mean estimates the mean of a fresh cluster.
+    All clusters have equal weight, whatever their sizes: the mean estimates the mean of a new cluster.
 
     Args:
         values: (N,) observations, e.g. paired differences.
@@ -171,10 +171,11 @@ def slope_within(
     errors that go together within a cluster and for slopes that differ from cluster to cluster, down to few clusters:
     with unequal variances the t test errs on the safe side (Ibragimov and Müller, 2010). One slope fitted to all
     clusters, with the usual cluster-robust error, does not: in a simulation with 6 clusters whose losses spread
-    unequally its 95 % interval held the slope in 71 to 93 % of cases. Where all groups spread alike, the two are equal.
+    unequally its 95 % interval covered the slope in 71 to 93 % of cases. Where all groups spread alike, the two agree.
 
-    It is an association. What else changes together with x within a group, such as the step, is in it, but for what
-    is `given`: with it b_g is the coefficient of x in the group's regression on x and on these.
+    The slope is an association: it includes the effect of everything else that changes together with x within a
+    group, such as the step, except the measures in `given`. With them, b_g is the coefficient of x in the group's
+    regression on x and on these measures.
 
     Args:
         outcomes: (N,) y.
@@ -188,7 +189,7 @@ def slope_within(
         An estimate with `influence` by cluster, in the order of `details["labels"]`.
 
     Raises:
-        IsolossError: A group has no slope: x is constant in it, or is decided by what is given.
+        IsolossError: A group has no slope: x is constant in it, or is determined by the given measures.
 
     Example:
         >>> from isoloss.statistics.clusters import slope_within
@@ -207,13 +208,13 @@ def slope_within(
         inside, name = (codes == cluster) & (inner == group), names[cluster]
         # the range: it is exactly 0 for equal numbers, where the variance about a rounded mean need not be
         if np.ptp(x[inside]) == 0:
-            raise IsolossError(f"what the slope is on is constant in the cluster {name!r}, which so has no slope")
+            raise IsolossError(f"along is constant in the cluster {name!r}, which therefore has no slope")
         centered = x[inside] - x[inside].mean()
         others = held[:, inside].T - held[:, inside].mean(axis=1)
         # what the others leave of x: the slope on it is the coefficient of x beside them
         rest = centered - others @ np.linalg.lstsq(others, centered, rcond=None)[0] if given else centered
         if rest @ rest <= _NOTHING * (centered @ centered):
-            raise IsolossError(f"what is given decides what the slope is on in the cluster {name!r}")
+            raise IsolossError(f"the given measures determine along in the cluster {name!r}, which leaves no slope")
         # equal outcomes have no slope but the rounding's
         varies = np.ptp(y[inside]) > _NOTHING * float(np.abs(y[inside]).max())
         slopes.append(float(rest @ y[inside] / (rest @ rest)) if varies else 0.0)
@@ -226,7 +227,7 @@ def slope_within(
 def adjusted_to_loss(
     difference: Estimate, loss_difference: Estimate, slope: Estimate, *, same_clusters: bool
 ) -> Estimate:
-    """Return a difference of outcomes less the part that the loss accounts for, with the error of the slope.
+    """Return a difference of outcomes minus the part that the loss explains, with the error of the slope.
 
     The value is D - b L, for the difference D, the difference in loss L and the slope b; by the delta method its
     influence by cluster is psi_D - b psi_L - L psi_b. Where the slope is from other data, its L^2 s_b^2 is added to the

@@ -121,9 +121,9 @@ def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str]) 
     rows = [(each.claim.statement, each.claim.paper, _found(each, needs[each.claim.id])) for each in found]
     columns = ("claim", "the paper says", "we find")
     note = Markup("<p class=note>{}</p>").format(
-        "± is one standard error; in brackets the 95 % interval and, where the study asks for it, the smallest margin "
-        "within which the difference is shown to lie, by two one-sided tests at 5 % each. Neither is adjusted for the "
-        "number of tests, as verdicts are."
+        "± is one standard error; in parentheses the 95 % interval and, where the study asks for it, the smallest "
+        "margin within which the difference is shown to lie, by two one-sided tests at 5 % each. Neither is adjusted "
+        "for the number of tests, as verdicts are."
     )
     return [Section(title="The paper says, we find", body=html_table(columns, rows, left=3) + note)] if rows else []
 
@@ -203,8 +203,8 @@ def default_parts(results: Results) -> PageParts:
                 name="against-loss",
                 title="Every checkpoint against its loss",
                 chart=charts.scatter(table, [(loss, other) for other in others], style=style),
-                caption="To the left: a better language model. Compare other measures between checkpoints of about the "
-                "same loss.",
+                caption="Further left is a better language model. Compare other measures between checkpoints of about "
+                "the same loss.",
             )
         )
     if len(results.checkpoints) > len(results.experiments):

@@ -105,8 +105,7 @@ class PCFGConfig(_Config):
     seed: int = 0
     """Decides the rules and their weights."""
     redrawn_level: int = setting(-1, minimum=-1, omit_default=True)
-    """A level whose symbols have other rules than the grammar that the seed decides; all other rules are the same.
-    -1: none."""
+    """A level whose rules are drawn anew; all other rules stay the ones that the seed decides. -1: none."""
 
     def check_fields(self) -> None:
         """Raise an `IsolossError` where there are fewer pairs of symbols than rules, or no level to draw anew."""
