@@ -48,8 +48,8 @@ def cluster_mean(values: ArrayLike, clusters: Sequence[Any], *, unit: str, metho
 
     Args:
         values: (N,) observations, e.g. paired differences.
-        clusters: (N,) the cluster of each, e.g. its grammar. Clusters are independent, as grammars are not where all
-            have the same seeds and a seed has an effect of its own: for these there is `crossed_mean`.
+        clusters: (N,) the cluster of each, e.g. its grammar. Clusters must be independent. Grammars with the same seeds
+            are not, if a seed has an effect of its own: take `crossed_mean`.
         unit: Of the values.
         method: What the estimate is called.
 
@@ -75,13 +75,13 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
     """Return the mean over rows and columns that are both samples, such as seeds and grammars.
 
     With R rows and C columns as crossed random effects, the variance of the mean is estimated without bias by
-    `(M_rows + M_columns - M_rest) / (R C)`, the mean squares of the two-way analysis of variance. Where a large rest
-    makes that smaller than one of the two effects alone says, the larger of `M_columns / (R C)` and `M_rows / (R C)` is
-    taken. With one row it is the variance over the columns, and holds for that row alone.
+    `(M_rows + M_columns - M_rest) / (R C)`, the mean squares of the two-way analysis of variance. Where a large
+    `M_rest` makes this smaller than one of the two effects alone gives, the larger of `M_columns / (R C)` and
+    `M_rows / (R C)` is taken. With one row it is the variance over the columns, and holds for that row alone.
 
     The interval is Student's t with the degrees of freedom f that Satterthwaite (1946) gives such a sum of mean
-    squares, `V^2 / f = sum_i M_i^2 / f_i`, and `samples` is f + 1: C where the draw of the columns decides, and down to
-    R where the draw of the rows does.
+    squares, `V^2 / f = sum_i M_i^2 / f_i`, and `samples` is f + 1: C if most of the variance is between the columns,
+    and down to R if it is between the rows.
 
     Args:
         values: (R, C) finite numbers, R at least 1 and C at least 2.
@@ -102,7 +102,7 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
             f"values has the shape {tuple(table.shape)}; it must be a table of at least 1 row, 2 columns"
         )
     if not table.isfinite().all():
-        raise IsolossError("values has one that is not finite; a two-way mean needs all of them")
+        raise IsolossError("values has a number that is not finite; a two-way mean needs all of them")
     rows, columns = table.shape
     mean, by_column, by_row = table.mean(), table.mean(dim=0), table.mean(dim=1)
     of_columns = rows * float(by_column.var()), columns - 1  # mean squares and their degrees of freedom
