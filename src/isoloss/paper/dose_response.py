@@ -451,7 +451,13 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             f"Change per nat of KL, from the base, at a KL of {scale.base_kl:g}, to the sham. Claims and the slopes of "
             "the first table are adjusted to one loss by these slopes.",
         ),
-        SummaryTable("untrained", f"the untrained model, {OVER}", ("model",), [(("Untrained",), untrained)]),
+        SummaryTable(
+            "untrained",
+            f"the untrained model, {OVER}",
+            ("model",),
+            [(("Untrained",), untrained)],
+            "What the same probes find in the base before its training.",
+        ),
     )
 
 

@@ -490,6 +490,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             f"rises as a share of the loss, {OVER}",
             ("arm",),
             [((scale.title(arm),), each) for arm, each in shares.items()],
+            "The rise of the loss when the weights are rounded, in percent of the arm's own loss.",
         ),
         SummaryTable(
             "spans",
