@@ -282,7 +282,7 @@ def test_the_page_has_every_part_and_is_the_same_every_time(tmp_path, quick_figu
     smoke = SCALES["smoke"]
     save(results_of(smoke, label_noise={"trace": -40.0}), tmp_path)
     folder = StudyFolder(STUDY, tmp_path, "smoke")
-    index = report(folder)
+    index, *_ = report(folder)
     text = index.read_text()
     assert "Scale smoke is too small to say anything, and no verdict is given." in text
     assert claims_sha256(STUDY.claims, smoke) in text

@@ -191,3 +191,76 @@ def test_content_is_that_of_the_text_and_not_of_what_it_is_kept_in(tmp_path, mon
     assert content(rows) == content(rows, as_parquet=True) == content(rows, 3) == content(["ab", "", "c", "d"])
     others = [content(["a", "bc", "d"]), content(rows[::-1]), content(rows, 2), content(rows, column="other")]
     assert len({content(rows), *others}) == 5
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
+
+
+def in_blocks(blocks, *paths):
+    return [text for _, text in documents.read(documents.open_sources(paths), blocks=blocks)]
+
+
+def test_every_line_is_of_one_block_whatever_its_length(tmp_path, small_blocks):
+    draw = random.Random(0)
+    # some are longer than a block, some end with one, and é takes two bytes
+    lines = ["é" * draw.choice((1, 20, 26, 100)) + str(i) for i in range(60)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines), encoding="utf-8")
+    (source,) = documents.open_sources([file])
+    each = [in_blocks([[block]], file) if block in _begin(file) else [] for block in range(source.num_blocks)]
+    assert [line for some in each for line in some] == lines == texts(file)
+    file.write_text('{"text": "good"}\n' * 10 + "bad\n")
+    with pytest.raises(IsolossError, match="the line that ends at byte 174 is not JSON"):
+        in_blocks([[2]], file)
+
+
+def _begin(file):
+    """The blocks in which lines begin, counted over the whole file."""
+    starts = [0]
+    for line in file.read_bytes().splitlines(keepends=True)[:-1]:
+        starts.append(starts[-1] + len(line))
+    return {start // 64 for start in starts}
+
+
+def test_blocks_of_plain_text_have_whole_words(tmp_path, small_blocks):
+    file = tmp_path / "a.txt"
+    words = [f"é{i}" for i in range(500)]
+    file.write_text(" ".join(words), encoding="utf-8")
+    (source,) = documents.open_sources([file])
+    found = [in_blocks([[block]], file)[0].split() for block in range(source.num_blocks)]
+    cut = set(words) - {word for some in found for word in some}
+    assert all(set(some) <= set(words) for some in found)
+    # at most the one word at each end of a block
+    assert len(cut) < source.num_blocks
+    assert [word for some in found for word in some] == [word for word in words if word not in cut]
+
+
+def test_blocks_are_drawn_uniformly_over_all_sources(tmp_path, small_blocks):
+    files = [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.jsonl"]
+    for file, blocks in zip(files, (3, 1, 6), strict=True):
+        file.write_text("x" * 64 * blocks)
+    sources = documents.open_sources(files)
+    assert documents.drawn_blocks(sources, 640, 0) is None
+    counts = dict.fromkeys([(i, block) for i, n in enumerate((3, 1, 6)) for block in range(n)], 0)
+    for seed in range(300):
+        drawn = documents.drawn_blocks(sources, 256, seed)
+        assert sum(map(len, drawn)) == 4
+        for i, blocks in enumerate(drawn):
+            assert blocks == sorted(set(blocks))
+            for block in blocks:
+                counts[i, block] += 1
+    # each is drawn in 0.4 of the draws
+    assert all(abs(count - 120) < 4 * (300 * 0.4 * 0.6) ** 0.5 for count in counts.values())
+
+
+def test_rows_of_a_dataset_come_in_blocks(tmp_path, small_blocks):
+    rows = [f"row {i}" for i in range(50)]
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / "set")
+    (source,) = documents.open_sources([f"hf:{tmp_path / 'set'}"])
+    blocks = range(source.num_blocks)
+    assert source.num_blocks > 3
+    each = [list(source.read([block])) for block in blocks]
+    assert [text for some in each for _, text in some] == rows
+    assert [location for some in each for location, _ in some] == [location for location, _ in source.read()]

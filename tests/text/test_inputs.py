@@ -501,3 +501,27 @@ def test_bytes_per_predicted_token(tmp_path, bos, vocab, words, kind):
 
 def test_of_token_ids_the_text_is_not_known(save):
     assert read(save(np.ones((3, 4), int)), config=GPT, kind="causal").bytes_per_token is None
+
+
+def test_of_a_long_text_only_a_part_is_read(tmp_path, words, bos, monkeypatch):
+    monkeypatch.setattr("isoloss.text.inputs._MOST_BYTES", 20_000)
+    monkeypatch.setattr("isoloss.text.documents.BLOCK_BYTES", 1000)
+    # a word for each part of the file
+    file = tmp_path / "long.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{word} " * 20}) + "\n" for word in words for _ in range(40)))
+
+    def some(seed, number=20):
+        return read(file, config=GPT, kind="causal", tokenizer=bos, length=16, num_sequences=number, seed=seed)
+
+    of_all = read(file, config=GPT, kind="causal", tokenizer=bos, length=16)
+    found, again, other = some(0), some(0), some(1)
+    assert found.description.startswith("20 sequences of 16 tokens drawn from the ")
+    assert "MB of" in found.description and "MB of" not in of_all.description  # noqa: PT018
+    assert found.num_held == pytest.approx(of_all.num_held * 20_000 / file.stat().st_size, rel=0.1)
+    assert whole(found)["input_ids"].equal(whole(again)["input_ids"])
+    assert not whole(found)["input_ids"].equal(whole(other)["input_ids"])
+    # the parts are drawn from all over the file
+    first, last = (whole(found)["input_ids"][row, 8] - 2 for row in (0, -1))
+    assert last - first > 30
+    # many rows need more of it
+    assert some(0, 200).num_held > 2 * found.num_held

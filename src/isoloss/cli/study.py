@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from isoloss.text import hub_datasets
 if TYPE_CHECKING:
     from isoloss.studies.folder import StudyFolder
     from isoloss.studies.repetition import Repeated
+    from isoloss.studies.results import Results
     from isoloss.studies.run.loop import Executor, Options
     from isoloss.studies.status import UnitStatus
     from isoloss.studies.summary import Summary
@@ -204,8 +205,8 @@ class _Run(_Working):
         from isoloss.studies.page import report
 
         with files.lock(folder.path, wait=True):
-            page = report(folder)
-        return _emit_summary(folder, page, as_json=self.json)
+            written = report(folder)
+        return _emit_summary(folder, *written, as_json=self.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,8 +319,8 @@ class _Report(_Command):
         folder = _begun(self)
         complete = _complete(self, folder, partial=self.partial)
         with files.lock(folder.path):
-            page = report(folder, complete)
-        return _emit_summary(folder, page, complete, as_json=self.json)
+            written = report(folder, complete)
+        return _emit_summary(folder, *written, as_json=self.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -821,9 +822,7 @@ def _complete(command: _Command, folder: StudyFolder, *, partial: bool = False) 
     raise IsolossError(f"{count} not done (first: {missing[0]}){done}; {command.run_command(folder)} resumes the study")
 
 
-def _emit_summary(folder: StudyFolder, page: Path, complete: Collection[int] | None = None, *, as_json: bool) -> int:
-    results = folder.results(complete)
-    summary = folder.summary(results)
+def _emit_summary(folder: StudyFolder, page: Path, results: Results, summary: Summary, *, as_json: bool) -> int:
     if as_json:
         about = {"study": folder.study.name, "scale": folder.scale_name, "report": str(page)}
         blocks = {"blocks": results.blocks, "blocks_done": results.blocks_done}

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from isoloss.errors import NOTHING_PREDICTED, IsolossError
 from isoloss.flatness._batches import Batch, CheckedBatch, read_batches
 from isoloss.flatness._ghost.capture import Capture, PositionSelection
-from isoloss.flatness._ghost.engine import plain_logits, predict
+from isoloss.flatness._ghost.engine import all_logits, plain_logits, predict
 from isoloss.flatness._measurement import MeasureOptions, model_details
 from isoloss.flatness._parameters import check_reached, counted_parameters, requiring_gradients
 from isoloss.model_checks import (
@@ -36,6 +36,7 @@ from isoloss.text.clusters import SequenceClusters
 # what torch says where a function has a first derivative only
 _ONCE_ONLY = ("is not implemented", "differentiate twice")
 _PART = 1 << 20  # numbers that are in float64 at a time
+_ROWS = 64  # positions whose logits stay in a CPU's cache while their losses are computed
 
 
 class MeanLoss:
@@ -116,9 +117,9 @@ class MeanLoss:
         Args:
             chosen: (n,) bool, the sequences that count; the model must have run on all before. None: all.
         """
-        logits_of = predicted_logits if chosen is None else plain_logits  # without checks, faster
+        of_batch = losses if chosen is None else _plain_losses
         with torch.no_grad():
-            return self._by_cluster(lambda batch: _losses(logits_of(self.model, batch), batch).double().cpu(), chosen)
+            return self._by_cluster(lambda batch: of_batch(self.model, batch).double().cpu(), chosen)
 
     def _by_cluster(self, values: Callable[[Batch], torch.Tensor], chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Return (N,) float64: the sums over each cluster of (m,) values of each batch."""
@@ -337,8 +338,22 @@ def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return _cross_entropy(logits, batch.targets)
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, batch.targets, reduction="none")
+    return F.cross_entropy(wide, targets, reduction="none")
+
+
+def _plain_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return what `losses` returns, without its checks, of a model that is run as it is."""
+    logits = all_logits(model, batch).flatten(0, 1)
+    places = batch.predicted.flatten().nonzero()[:, 0]
+    # on a CPU, few at a time: a copy of all predicted logits would take as long as the model's output layer
+    rows = _ROWS if logits.device.type == "cpu" else len(places)
+    parts = (slice(start, start + rows) for start in range(0, len(places), rows))
+    return torch.cat([_cross_entropy(logits[places[part]], batch.targets[part]) for part in parts])
 
 
 # summed in float64: sharpness is a small difference of two such sums

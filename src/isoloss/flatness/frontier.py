@@ -50,8 +50,9 @@ def forgetting_frontier(
     To compare models, `frontier` is the forgetting at one gain, the same for all. It lies between the smallest rate
     that reaches the gain and the next smaller one (or no training). Two more rates close in on the gain, and the
     frontier is interpolated linearly between the nearest two. With f the forgetting and b the gain at the interpolated
-    point, and s the slope of the line, the error is that of f - s b over documents of both texts, each paired before
-    and after, given the half that is trained on. The last change by closing in is the interpolation error.
+    point, and s the slope of the line, the error is the error of f - s b over documents of both texts, each paired
+    before and after, given the half that is trained on. It includes the interpolation error: the last change in
+    closing in.
 
     Args:
         model: As for `fisher_trace`, with any attention. Its weights are trained, and set back bit for bit.

@@ -182,7 +182,7 @@ def _rounded_losses(loss: MeanLoss, weights: Mapping[nn.Parameter, torch.Tensor]
     with weights_restored(weights):
         for parameter, value in weights.items():
             parameter.copy_(value)
-        return loss.by_cluster()
+        return loss.by_cluster(torch.ones_like(loss.clusters, dtype=torch.bool))
 
 
 @torch.no_grad()

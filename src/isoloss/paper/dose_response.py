@@ -437,9 +437,9 @@ def tables(results: Results) -> Sequence[SummaryTable]:
                 for name, of in trends.items()
                 for one in [of(results)]
             ],
-            "Slopes within the seeds of each grammar, over the doses; those with the effective rank also over the arms "
-            "that change it. Claims are about the first row and those with the rank; the others show how much of it "
-            "hangs on one side, or on the strongest penalty.",
+            "Change with each halving or doubling, fitted within the seeds of each grammar: over the doses or, in rows "
+            "with the effective rank, also over the two arms that change it. Claims are about the first row and those "
+            "with the rank; the others show how much of the first hangs on one side, or on the strongest penalty.",
         ),
         SummaryTable(
             "arms",
@@ -447,11 +447,11 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             ("arm", "steps after the base: mean (range)", "above the target"),
             arms,
             f"Every arm ends where its cooldown reaches a KL of {scale.target_kl:g} on validation sentences, or after "
-            f"{scale.cooldown_steps:,} steps; those whose exact KL is higher by more than a tenth are counted. "
+            f"{scale.cooldown_steps:,} steps. “Above the target” counts runs whose exact KL is more than 10 % higher. "
             "Values are as measured, not adjusted to one loss. "
             f"{_left_out(results)}"
-            "Probes are tested on every sentence of the language; prefix-mean is the mean of those of prefix-2 and "
-            "prefix-4, invariant-prefix-mean the same with features of one variance each.",
+            "Probes are tested on every sentence of the language; prefix-mean is the mean of the probes of prefix-2 "
+            "and prefix-4, invariant-prefix-mean the same with all features scaled to one variance.",
         ),
         SummaryTable(
             "differences",
@@ -466,10 +466,17 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             "slopes on the KL, mean ± standard error over grammars",
             ("estimate",),
             [((key,), {"slope": one}) for key, one in slopes.items()],
-            f"From the base, where the KL has come down to {scale.base_kl:g}, to the sham. Claims and trends are "
-            "adjusted to one loss by these; for an arm that ends above the base this is an extrapolation.",
+            f"Change per nat of KL, from the base, whose target is a KL of {scale.base_kl:g}, to the sham. Claims and "
+            "the slopes of the first table are adjusted to one loss by these slopes; for an arm that ends above the "
+            "base this is an extrapolation.",
         ),
-        SummaryTable("untrained", f"the untrained model, {OVER}", ("model",), [(("Untrained",), untrained)]),
+        SummaryTable(
+            "untrained",
+            f"the untrained model, {OVER}",
+            ("model",),
+            [(("Untrained",), untrained)],
+            "What the same probes find in the base before its training.",
+        ),
     )
 
 
@@ -484,12 +491,12 @@ def _left_out(results: Results) -> str:
 
 
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
-    """Return whether few-shot accuracy responds to flatness, whether also at one rank, and whether to the rank."""
+    """Return whether accuracy rises with flatness, whether also at one rank, and whether raising the rank helps."""
     by_id = {result.claim.id: result for result in claims}
     return [
         card_of("Do flatter models transfer better?", by_id["trend"]),
-        card_of("Also at one effective rank?", by_id["flatness-given-rank"]),
-        card_of("Does the effective rank itself matter?", by_id["wider-transfer"]),
+        card_of("Also at the same effective rank?", by_id["flatness-given-rank"]),
+        card_of("Does raising the effective rank help transfer?", by_id["wider-transfer"]),
     ]
 
 
@@ -520,7 +527,7 @@ def _figures(results: Results) -> list[Figure]:
             name="dose-response",
             title="Few-shot accuracy and effective rank by flatness",
             chart=dose_response(results, first),
-            caption="Changes from the sham, whose penalty has the weight 0, not adjusted to one loss"
+            caption="Differences from the sham, whose penalty has weight 0, not adjusted to one loss"
             + (f"; the mean KL is above the target of {scale.target_kl:g} with {', '.join(above)}" if above else "")
             + f". Thin: the penalty's arms of each of {num_languages(units)} grammars. Thick: means over grammars.",
         ),
@@ -530,8 +537,8 @@ def _figures(results: Results) -> list[Figure]:
             chart=dose_response(
                 results, [(f"Accuracy, {title}: change (points)", key) for title, key in others.items()]
             ),
-            caption="As above. What later tokens need of the first two tokens decides needed-2, and does not decide "
-            "spare-2.",
+            caption="As above. needed-2 asks for what later tokens need of the first two tokens, spare-2 for what they "
+            "do not need.",
         ),
     ]
 
@@ -618,8 +625,8 @@ def _settings(scale: DoseResponse) -> dict[str, str]:
         "Cooldown": f"the same with learning rate {scale.cooldown_rate:g}, until the KL is {scale.target_kl:g} nats or "
         f"{scale.cooldown_steps:,} steps are done",
         "Penalty": f"in the cooldown and in {scale.steps:,} steps before it, AdamW on exact labels, learning rate "
-        f"{scale.learning_rate:g}; weights {listed(scale.weights)}, and below 0 {listed(scale.sharp_weights)}; the "
-        f"trace from {scale.sentences} sentences a step. Sham and AdamW alone: as many steps",
+        f"{scale.learning_rate:g}; weights {listed(scale.weights)}, and minus {listed(scale.sharp_weights)}; the "
+        f"trace is estimated on {scale.sentences} sentences a step. Sham and AdamW alone: as many steps",
         "Entropy of the features": f"likewise, the spectrum's entropy with weights {listed(scale.entropy_weights)}",
         "Helper": f"{scale.helper_steps:,} steps with the loss of a head for {scale.tasks[0]}",
         "Errors": "over grammars, with Student's t; losses and accuracies are sums over all sentences",
@@ -632,9 +639,9 @@ STUDY = Study(
     title="At one loss, does a flatter model transfer better, and a sharper one worse?",
     lead=(
         "Small masked language models that fit their grammar almost perfectly are made flatter, or sharper, by a "
-        "penalty on the logarithm of the trace of the Fisher information, which stays on until the end, at one KL to "
-        "the truth. Transfer: accuracy of a linear probe on 30 or 100 examples, tested on every sentence. The task "
-        "prefix-2 is the most likely symbol of the grammar above the first two tokens, prefix-4 the one above all "
+        "penalty on the logarithm of the trace of the Fisher information, which stays on until the end. All end at one "
+        "KL to the truth. Transfer: accuracy of a linear probe on 30 or 100 examples, tested on every sentence. The "
+        "task prefix-2 is the most likely symbol of the grammar above the first two tokens, prefix-4 the one above all "
         "four.",
         "Every arm goes on from one base. The sham has a penalty of weight 0; two arms raise or lower the entropy of "
         "the features' spectrum, and so their effective rank; the helper is trained with a downstream task and shows "

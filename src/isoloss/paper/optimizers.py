@@ -1,4 +1,4 @@
-"""The study optimizers: eight optimizers, three rates each, bring causal models to one loss; what predicts what?"""
+"""The study optimizers: eight optimizers, three rates each, at one loss: which measure predicts which outcome?"""
 
 from __future__ import annotations
 
@@ -465,10 +465,10 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         *_association_tables(results),
         SummaryTable(
             "room",
-            f"what probes find with and without training, {OVER}",
+            f"accuracy of probes with and without training, {OVER}",
             ("probe of",),
             _room(results, units),
-            "The same sentences, draws and seeds for all.",
+            "The same sentences, draws and seeds for all. Columns with “above”: points above one-hot tokens.",
         ),
         SummaryTable(
             "arms",
@@ -476,8 +476,8 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             ("arm", "steps", "above the target"),
             arms,
             f"Every arm ends where its KL on validation sentences is at most {scale.target_kl:g}, or after "
-            f"{scale.max_steps:,} steps ({scale.wsd_steps:,} of the decaying rate). The last label counts runs whose "
-            "KL on the evaluation's sentences is more than 10 % above the target.",
+            f"{scale.max_steps:,} steps ({scale.wsd_steps:,} with the decaying rate). “Above the target” counts runs "
+            "whose KL on the evaluation's sentences is more than 10 % above the target.",
         ),
         SummaryTable(
             "differences",
@@ -485,21 +485,22 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             ("arm",),
             [((scale.title(arm),), each) for arm, each in differences.items()],
             "Paired by grammar: arm minus AdamW at the usual rate; for traces and sharpness the geometric mean of "
-            "arm / AdamW.",
+            "arm over AdamW.",
         ),
         SummaryTable(
             "rises",
             f"rises as a share of the loss, {OVER}",
             ("arm",),
             [((scale.title(arm),), each) for arm, each in shares.items()],
+            "The rise of the loss when the weights are rounded, in percent of the arm's own loss.",
         ),
         SummaryTable(
             "spans",
             f"probes of the symbols of level {scale.span_level} at their spans, {OVER}",
             ("arm",),
             spans,
-            "From the state of the span's last token; layer-0 are the embeddings. bayes is the Bayes-optimal "
-            "accuracy given the sentence up to there, majority that of the most common symbol.",
+            "Accuracy from the state of the span's last token; layer-0 is the embeddings. bayes is the Bayes-optimal "
+            "accuracy given the sentence up to there, majority the share of the most common symbol.",
         ),
     )
 
@@ -547,8 +548,8 @@ def _association_tables(results: Results) -> list[SummaryTable]:
         f"{len(OPTIMIZERS)} optimizers with {len(RATES)} rates each (without helper, adversary and SGD after Muon). "
         "Errors by the jackknife: over grammars for these optimizers, and over optimizers for these grammars. p, over "
         "grammars, is adjusted by Holm's method for all pairs; shown: p is below 0.05 and the 95 % interval over "
-        "optimizers excludes 0. The last column, over grammars, is given the effective rank as well or, of the "
-        "effective rank, given the minimal trace."
+        "optimizers excludes 0. “Given the other”, over grammars: given the effective rank as well or, in its rows, "
+        "given the minimal trace."
     )
     labels = ("measure", "outcome", "p", "verdict")
     return [SummaryTable("associations", "which measure predicts which outcome", labels, rows, caption)] if rows else []
@@ -565,12 +566,12 @@ def from_adamw(results: Results, arm: str, keys: Sequence[str]) -> dict[str, Est
 
 
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
-    """Return whether flatness goes with transfer, whether effective rank does, and what predicts robustness."""
+    """Return whether flatness goes with transfer, whether effective rank does, and whether rounding costs less."""
     by_id = {result.claim.id: result for result in claims}
     return [
         card_of("Do flatter models transfer better, across optimizers?", by_id["flatness"]),
-        card_of("Do models with a higher effective rank?", by_id["rank"]),
-        card_of("Do flatter models survive fewer bits?", by_id["low-bits"]),
+        card_of("Do models with a higher effective rank transfer better?", by_id["rank"]),
+        card_of("Do flatter models lose less at 4 bits or fewer?", by_id["low-bits"]),
     ]
 
 
@@ -621,8 +622,9 @@ def _figures(results: Results) -> list[Figure]:
                 note="Lines: 95 % confidence intervals, not adjusted for the number of pairs",
             ),
             caption="Partial correlations across optimizers and rates, within grammars and given the KL. Right of 0: "
-            "the sharper, or the higher the rank, the higher the outcome. Given the other: traces given the effective "
-            "rank, the effective rank given the minimal trace. The table has all measures and the verdicts.",
+            "sharper models, or models with a higher rank, have higher accuracy, larger rises or more forgetting. "
+            "“Given the other”: traces given the effective rank, the effective rank given the minimal trace. The table "
+            "has all measures and the verdicts.",
         ),
         Figure(
             name="arms",
@@ -653,8 +655,8 @@ def _settings(scale: Optimizers) -> dict[str, str]:
         f"decay; {scale.sgd_learning_rate:g} for SGD and {scale.schedule_free_learning_rate:g} for schedule-free "
         "AdamW. Each optimizer also has half and twice its usual rate",
         "Branches": f"AdamW runs to a KL of {scale.stable_kl:g} nats. From there the decaying rate goes on with its "
-        f"optimizer's state, SGD with a fresh one. Decay: 1-sqrt planned over {scale.wsd_steps:,} steps. SGD after "
-        "Muon likewise",
+        f"optimizer's state, SGD with a fresh one. Decay: 1-sqrt planned over {scale.wsd_steps:,} steps. SGD "
+        "after Muon branches from Muon in the same way",
         "SAM": f"rho {scale.rho:g}; the perturbation is computed on one half of the batch, the gradient on the other",
         "LAWA": "a copy of the weights is kept every 20 steps; the mean of the latest 6 is compared with the target "
         "and measured",
@@ -672,7 +674,7 @@ def _settings(scale: Optimizers) -> dict[str, str]:
 STUDY = Study(
     name="optimizers",
     scales=SCALES,
-    title="At one loss and across optimizers, does flatness go with transfer, or does effective rank?",
+    title="At one loss and across optimizers, does transfer go with flatness or with effective rank?",
     lead=(
         "Small causal language models (Llama) on grammars with roughly Zipfian token frequencies, trained by eight "
         "optimizers with three learning rates each until the KL to the true conditionals is the same. Measures: the "
@@ -680,9 +682,9 @@ STUDY = Study(
         "of this minimal trace, the curvature along the optimizer's own next update (directional sharpness), and the "
         "effective rank of the features (RankMe).",
         "Outcomes: few-shot probes, probes of the grammar's symbols at their spans, the rise of the loss when weights "
-        "are rounded to 4, 3 and 2 bits, and forgetting: its rise when a short fine-tuning on a partly changed grammar "
-        "lowers the loss there by a fixed amount. Helper and adversary are trained with the first task and show that "
-        "its probe can see a difference.",
+        "are rounded to 4, 3 and 2 bits, and forgetting: the rise of the loss when a short fine-tuning on a partly "
+        "changed grammar lowers the loss there by a fixed amount. The helper is trained with the first task and the "
+        "adversary against it: they show that its probe can see a difference.",
     ),
     claims=CLAIMS,
     loss_margin=0.002,

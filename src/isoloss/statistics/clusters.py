@@ -44,12 +44,12 @@ def cluster_mean(values: ArrayLike, clusters: Sequence[Any], *, unit: str, metho
 
     With m_g the mean of cluster g of G, the error is the standard deviation of the m_g over sqrt(G), with G - 1 degrees
     of freedom. For clusters of one size this is the exact interval of a mixed model with a random cluster, by REML.
-    Clusters count alike, whatever their sizes: the mean estimates the mean of a fresh cluster.
+    All clusters have equal weight, whatever their sizes: the mean estimates the mean of a new cluster.
 
     Args:
         values: (N,) observations, e.g. paired differences.
-        clusters: (N,) the cluster of each, e.g. its grammar. Clusters are independent, as grammars are not where all
-            have the same seeds and a seed has an effect of its own: for these there is `crossed_mean`.
+        clusters: (N,) the cluster of each, e.g. its grammar. Clusters must be independent. Grammars with the same seeds
+            are not, if a seed has an effect of its own: take `crossed_mean`.
         unit: Of the values.
         method: What the estimate is called.
 
@@ -75,13 +75,13 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
     """Return the mean over rows and columns that are both samples, such as seeds and grammars.
 
     With R rows and C columns as crossed random effects, the variance of the mean is estimated without bias by
-    `(M_rows + M_columns - M_rest) / (R C)`, the mean squares of the two-way analysis of variance. Where a large rest
-    makes that smaller than one of the two effects alone says, the larger of `M_columns / (R C)` and `M_rows / (R C)` is
-    taken. With one row it is the variance over the columns, and holds for that row alone.
+    `(M_rows + M_columns - M_rest) / (R C)`, the mean squares of the two-way analysis of variance. Where a large
+    `M_rest` makes this smaller than one of the two effects alone gives, the larger of `M_columns / (R C)` and
+    `M_rows / (R C)` is taken. With one row it is the variance over the columns, and holds for that row alone.
 
     The interval is Student's t with the degrees of freedom f that Satterthwaite (1946) gives such a sum of mean
-    squares, `V^2 / f = sum_i M_i^2 / f_i`, and `samples` is f + 1: C where the draw of the columns decides, and down to
-    R where the draw of the rows does.
+    squares, `V^2 / f = sum_i M_i^2 / f_i`, and `samples` is f + 1: C if most of the variance is between the columns,
+    and down to R if it is between the rows.
 
     Args:
         values: (R, C) finite numbers, R at least 1 and C at least 2.
@@ -102,7 +102,7 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
             f"values has the shape {tuple(table.shape)}; it must be a table of at least 1 row, 2 columns"
         )
     if not table.isfinite().all():
-        raise IsolossError("values has one that is not finite; a two-way mean needs all of them")
+        raise IsolossError("values has a number that is not finite; a two-way mean needs all of them")
     rows, columns = table.shape
     mean, by_column, by_row = table.mean(), table.mean(dim=0), table.mean(dim=1)
     of_columns = rows * float(by_column.var()), columns - 1  # mean squares and their degrees of freedom
@@ -171,10 +171,11 @@ def slope_within(
     errors that go together within a cluster and for slopes that differ from cluster to cluster, down to few clusters:
     with unequal variances the t test errs on the safe side (Ibragimov and Müller, 2010). One slope fitted to all
     clusters, with the usual cluster-robust error, does not: in a simulation with 6 clusters whose losses spread
-    unequally its 95 % interval held the slope in 71 to 93 % of cases. Where all groups spread alike, the two are equal.
+    unequally its 95 % interval covered the slope in 71 to 93 % of cases. Where all groups spread alike, the two agree.
 
-    It is an association. What else changes together with x within a group, such as the step, is in it, but for what
-    is `given`: with it b_g is the coefficient of x in the group's regression on x and on these.
+    The slope is an association: it includes the effect of everything else that changes together with x within a
+    group, such as the step, except the measures in `given`. With them, b_g is the coefficient of x in the group's
+    regression on x and on these measures.
 
     Args:
         outcomes: (N,) y.
@@ -188,7 +189,7 @@ def slope_within(
         An estimate with `influence` by cluster, in the order of `details["labels"]`.
 
     Raises:
-        IsolossError: A group has no slope: x is constant in it, or is decided by what is given.
+        IsolossError: A group has no slope: x is constant in it, or is determined by the given measures.
 
     Example:
         >>> from isoloss.statistics.clusters import slope_within
@@ -207,13 +208,13 @@ def slope_within(
         inside, name = (codes == cluster) & (inner == group), names[cluster]
         # the range: it is exactly 0 for equal numbers, where the variance about a rounded mean need not be
         if np.ptp(x[inside]) == 0:
-            raise IsolossError(f"what the slope is on is constant in the cluster {name!r}, which so has no slope")
+            raise IsolossError(f"along is constant in the cluster {name!r}, which therefore has no slope")
         centered = x[inside] - x[inside].mean()
         others = held[:, inside].T - held[:, inside].mean(axis=1)
         # what the others leave of x: the slope on it is the coefficient of x beside them
         rest = centered - others @ np.linalg.lstsq(others, centered, rcond=None)[0] if given else centered
         if rest @ rest <= _NOTHING * (centered @ centered):
-            raise IsolossError(f"what is given decides what the slope is on in the cluster {name!r}")
+            raise IsolossError(f"the given measures determine along in the cluster {name!r}, which leaves no slope")
         # equal outcomes have no slope but the rounding's
         varies = np.ptp(y[inside]) > _NOTHING * float(np.abs(y[inside]).max())
         slopes.append(float(rest @ y[inside] / (rest @ rest)) if varies else 0.0)
@@ -226,7 +227,7 @@ def slope_within(
 def adjusted_to_loss(
     difference: Estimate, loss_difference: Estimate, slope: Estimate, *, same_clusters: bool
 ) -> Estimate:
-    """Return a difference of outcomes less the part that the loss accounts for, with the error of the slope.
+    """Return a difference of outcomes minus the part that the loss explains, with the error of the slope.
 
     The value is D - b L, for the difference D, the difference in loss L and the slope b; by the delta method its
     influence by cluster is psi_D - b psi_L - L psi_b. Where the slope is from other data, its L^2 s_b^2 is added to the

@@ -50,7 +50,8 @@ DECIDED = frozenset({Verdict.SHOWN, Verdict.CONTRADICTED, Verdict.NO_EFFECT})
 RULE = (
     "A claim is shown if p < 0.05 and the measured difference is on the claimed side of the margin, and contradicted "
     "if p < 0.05 and it is on the other side. For a claim of no change, the claimed side is inside the margin around "
-    "0. p is two-sided, by Student's t, for the null hypothesis that the true difference is at the edge of the margin.",
+    "0. p is two-sided, by Student's t, for the null hypothesis that the true difference is at the edge of the margin. "
+    "For a claim about a slope, read slope in place of difference.",
     "A claim with a smallest effect of interest is also tested for the absence of such an effect: no effect of that "
     "size or more is shown if two one-sided t tests have p < 0.05. A claim is “not shown” if none of these is: "
     "neither it nor its opposite is significant.",
@@ -61,7 +62,7 @@ RULE = (
     "whatever was measured.",
     "If one of the claims that are tested first is also tested for the absence of an effect, its p and all later p are "
     "doubled, because both of its answers can let the sequence go on. So the chance of any wrong verdict in the whole "
-    "study is at most 5 %.",
+    "study is at most 5 %, not counting errors of the tests of equal loss.",
     "A claim about two models of the same loss is tested only if two one-sided tests at 5 % show that the mean "
     "difference in loss is within its margin. Or, where the claim says so, it is judged by the difference at the same "
     "loss: the difference minus the part that the difference in loss explains, by a slope from other runs.",
@@ -131,12 +132,12 @@ class Contrast:
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """Groups of models along which an outcome may rise or fall: claims about it are about the slope.
+    """Groups of models in which an outcome may change with a measure: a claim about a trend is about the slope.
 
-    In each group, such as the doses of a treatment after one base, the slope is that of the outcome on the binary
-    logarithm of a measure: the change with each halving, or doubling. `isoloss.statistics.clusters.slope_within` is the
-    estimate. A claim about it, but for one about flatness or the loss, is judged at the same loss, by
-    `loss_rule="adjusted"`.
+    A group is, for example, all doses of a treatment that continue from one base. Within it, the outcome is regressed
+    on the binary logarithm of the measure, so the slope is the change with each halving, or doubling, of the measure.
+    `isoloss.statistics.clusters.slope_within` averages the groups' slopes. Unless `needs_same_loss` is False, claims
+    about a trend are judged at the same loss, by `loss_rule="adjusted"`.
 
     Attributes:
         names: What the first and the last model of each group are called.
@@ -191,7 +192,7 @@ class Trend:
         from isoloss.statistics.clusters import slope_within
 
         if factor != 1:
-            raise IsolossError(f"a slope has no first model that the claim's factor, {factor:g}, could be of")
+            raise IsolossError(f"the claim's factor is {factor:g}, but a slope has no first model to multiply")
         points = [checkpoint for group in self.groups for checkpoint in group]
         place = [i for i, group in enumerate(self.groups) for _ in group]
         outcomes, sign = [point[key] for point in points], -1 if self.per == "halving" else 1
@@ -228,7 +229,7 @@ class Trend:
 
 def _log2(checkpoint: Checkpoint, key: str) -> float:
     if not (value := checkpoint[key].value) > 0:
-        raise IsolossError(f"{key} of a model in a trend is {value:g}; a slope with each halving needs it above 0")
+        raise IsolossError(f"{key} of a model in a trend is {value:g}; a slope on its logarithm needs it above 0")
     return math.log2(value)
 
 
@@ -310,7 +311,7 @@ class Claim:
         if self.loss_margin is not None:
             positive("loss_margin", self.loss_margin)
         if self.case and self.role == "secondary":
-            raise IsolossError(f"case is {self.case!r}, but the role is secondary, of which all cases are tested")
+            raise IsolossError(f"case is {self.case!r}, but the role is secondary, and secondary claims test all cases")
         if self.no_effect_within is not None:
             positive("no_effect_within", self.no_effect_within)
             if self.direction == "no change within":
@@ -609,7 +610,7 @@ def judge_claims(
         keys, margin = claim.keys(scale), claim.loss_margin or loss_margin
         if asked.loss_rule == "tested" and has_verdicts and any(map(_needs_adjusting, by_function[claim.of])):
             raise IsolossError(
-                f"claim {claim.id} is about a trend, whose many losses are not tested to be the same: set loss_rule to "
+                f"claim {claim.id} is about a trend, for which equal losses are not tested: set loss_rule to "
                 "'adjusted' and give the trend slopes on the loss, or set its needs_same_loss to False"
             )
         answers = [one for each in by_function[claim.of] for one in answer(asked, each, keys, margin=margin)]

@@ -73,7 +73,7 @@ def export(folder: StudyFolder, output: Path, formats: Collection[Format] = FORM
                 for name, table in tables.items():
                     text = text_table(kind, *table, label=f"tab:{folder.study.name}-{name}")
                     files.write_text(new / "tables" / f"{name}.{kind}", text)
-            page.write(folder, results, new / "index.html", formats=("png",))
+            page.write(folder, results, summary, new / "index.html", formats=("png",))
     except OSError as error:
         raise IsolossError(f"cannot write {output}: {error.strerror or error}") from error
 

@@ -31,22 +31,31 @@ _BREAK = Markup("<br>")
 
 
 @naming_extras()
-def report(folder: StudyFolder, complete: Collection[int] | None = None) -> Path:
-    """Write report/index.html and its figures, for the finished study or its complete blocks; return the page.
+def report(folder: StudyFolder, complete: Collection[int] | None = None) -> tuple[Path, Results, Summary]:
+    """Write report/index.html and its figures, for the finished study or its complete blocks.
 
-    Call it only while holding the folder's lock.
+    Call it only while holding the folder's lock. What the page is made from is returned with it.
     """
     path = folder.path / "report" / "index.html"
     files.remove_unfinished(path.parent)
-    return write(folder, folder.results(complete), path)
+    results = folder.results(complete)
+    summary = folder.summary(results)
+    write(folder, results, summary, path)
+    return path, results, summary
 
 
-def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str, ...] = ("pdf", "png", "csv")) -> Path:
-    """Write the page of a study's results to `path`, and its figures beside it; return `path`.
+def write(
+    folder: StudyFolder,
+    results: Results,
+    summary: Summary,
+    path: Path,
+    formats: tuple[str, ...] = ("pdf", "png", "csv"),
+) -> None:
+    """Write the page of a study's results to `path`, and its figures beside it.
 
     The page of an unfinished study has tables and figures, but no answer and no claims.
     """
-    study, summary, interim = folder.study, folder.summary(results), ""
+    study, interim = folder.study, ""
     if results.blocks_done < results.blocks:
         blocks = f"blocks ({study.block_name})" if study.block_name else "blocks"
         interim = f"Partial: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts follow when all are."
@@ -86,7 +95,6 @@ def write(folder: StudyFolder, results: Results, path: Path, formats: tuple[str,
         settings=_made(folder, results, parts.settings, summary),
     )
     files.write_text(path, document)
-    return path
 
 
 def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[Section]:
@@ -121,9 +129,9 @@ def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str]) 
     rows = [(each.claim.statement, each.claim.paper, _found(each, needs[each.claim.id])) for each in found]
     columns = ("claim", "the paper says", "we find")
     note = Markup("<p class=note>{}</p>").format(
-        "± is one standard error; in brackets the 95 % interval and, where the study asks for it, the smallest margin "
-        "within which the difference is shown to lie, by two one-sided tests at 5 % each. Neither is adjusted for the "
-        "number of tests, as verdicts are."
+        "± is one standard error; in parentheses the 95 % interval and, where the study asks for it, the smallest "
+        "margin within which the difference is shown to lie, by two one-sided tests at 5 % each. Neither is adjusted "
+        "for the number of tests, as verdicts are."
     )
     return [Section(title="The paper says, we find", body=html_table(columns, rows, left=3) + note)] if rows else []
 
@@ -203,8 +211,8 @@ def default_parts(results: Results) -> PageParts:
                 name="against-loss",
                 title="Every checkpoint against its loss",
                 chart=charts.scatter(table, [(loss, other) for other in others], style=style),
-                caption="To the left: a better language model. Compare other measures between checkpoints of about the "
-                "same loss.",
+                caption="Further left is a better language model. Compare other measures between checkpoints of about "
+                "the same loss.",
             )
         )
     if len(results.checkpoints) > len(results.experiments):

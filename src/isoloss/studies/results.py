@@ -191,9 +191,16 @@ class Results:
             return max(self.of_run(run))
         return experiment.last_step
 
-    def of_run(self, name: str) -> dict[int, Checkpoint]:
+    def of_run(self, name: str) -> Mapping[int, Checkpoint]:
         """Return the checkpoints of a run by step."""
-        return {step: checkpoint for (run, step), checkpoint in self.checkpoints.items() if run == name}
+        return self._by_run.get(name, {})
+
+    @functools.cached_property
+    def _by_run(self) -> dict[str, dict[int, Checkpoint]]:
+        found: dict[str, dict[int, Checkpoint]] = {}
+        for (run, step), checkpoint in self.checkpoints.items():
+            found.setdefault(run, {})[step] = checkpoint
+        return found
 
     @naming_extras()
     def table(self, keys: Sequence[str] | None = None) -> pl.DataFrame:

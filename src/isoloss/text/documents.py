@@ -7,14 +7,19 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from isoloss import files
 from isoloss.errors import IsolossError, warn
+from isoloss.seeds import derive
 from isoloss.text import hub_datasets
+
+Blocks = Sequence[Sequence[int]]  # of each source
 
 SUFFIXES = (".txt", ".jsonl")
 _MODEL_FILES = ("config.json", "tokenizer_config.json")
@@ -24,6 +29,8 @@ DOCUMENT_CHARACTERS = 10_000  # the least that a document cut out of a longer te
 
 # where a long text is cut: preferably between paragraphs, else lines, else words
 _BOUNDARIES = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
+
+BLOCK_BYTES = 1 << 16  # of a long text, that are drawn together
 
 
 def find_files(paths: Iterable[str | Path]) -> list[Path]:
@@ -56,11 +63,13 @@ class Source(Protocol):
     """A file or a dataset with documents.
 
     `content` returns what these, or at least the `first` ones, depend on, wherever they lie; `read` yields pairs of
-    location and text, blank texts and nulls included.
+    location and text, blank texts and nulls included, of some of its `num_blocks` blocks in order, or of all of it.
     """
 
+    @property
+    def num_blocks(self) -> int: ...  # noqa: D102
     def content(self, first: int | None) -> str: ...  # noqa: D102
-    def read(self) -> Iterator[tuple[str, str | None]]: ...  # noqa: D102
+    def read(self, blocks: Sequence[int] | None = None) -> Iterator[tuple[str, str | None]]: ...  # noqa: D102
 
 
 def open_sources(paths: Iterable[str | Path], *, column: str = "text", split: str | None = None) -> list[Source]:
@@ -130,19 +139,37 @@ def read_documents(
     return read(open_sources(paths, column=column, split=split), max_documents)
 
 
-def read(sources: list[Source], max_documents: int | None = None) -> Iterator[tuple[str, str]]:
-    """Return the first `max_documents` documents of `sources`, all if None; as `read_documents` does."""
+def read(
+    sources: list[Source], max_documents: int | None = None, blocks: Blocks | None = None
+) -> Iterator[tuple[str, str]]:
+    """Return the first `max_documents` documents of `sources`, all if None; as `read_documents` does.
+
+    With the `blocks` of each source, only those that begin in them, and of a plain text file the text in them.
+    """
     if max_documents is not None and max_documents < 1:
         raise IsolossError(f"the number of documents is {max_documents}; it must be at least 1")
-    return itertools.islice(_documents(sources), max_documents)
+    return itertools.islice(_documents(sources, blocks), max_documents)
 
 
-def _documents(sources: list[Source]) -> Iterator[tuple[str, str]]:
+def drawn_blocks(sources: list[Source], most_bytes: int, seed: int) -> Blocks | None:
+    """Return blocks of each source, of about so many bytes in all, drawn uniformly; None where there are no more."""
+    numbers = [source.num_blocks for source in sources]
+    if sum(numbers) * BLOCK_BYTES <= most_bytes:
+        return None
+    chosen = np.random.default_rng(derive(seed, "blocks")).choice(
+        sum(numbers), max(1, most_bytes // BLOCK_BYTES), replace=False
+    )
+    ends = np.cumsum(numbers)
+    of = np.searchsorted(ends, chosen := np.sort(chosen), side="right")
+    return [(chosen[of == i] - ends[i] + numbers[i]).tolist() for i in range(len(sources))]
+
+
+def _documents(sources: list[Source], blocks: Blocks | None = None) -> Iterator[tuple[str, str]]:
     empty = True
     nulls: list[str] = []
     try:
-        for source in sources:
-            for location, text in source.read():
+        for source, own in zip(sources, blocks or itertools.repeat(None), strict=False):
+            for location, text in source.read(own):
                 if text is None:
                     nulls.append(location)
                 elif text and not text.isspace():
@@ -152,7 +179,10 @@ def _documents(sources: list[Source]) -> Iterator[tuple[str, str]]:
         # also where only the first documents are read
         if nulls:
             warn(f"{len(nulls):,} null{'s' * (len(nulls) > 1)} in place of a text left out (first: {nulls[0]})")
-    if empty:
+    if empty and blocks is not None:
+        # all documents are so long that none begins in these blocks
+        yield from _documents(sources)
+    elif empty:
         names = ", ".join(map(str, sources[:3])) + (" ..." if len(sources) > 3 else "")
         raise IsolossError(f"there is no text in {names}")
 
@@ -171,13 +201,20 @@ class _File:
         suffix = self.path.suffix.lower()
         return f"{suffix} {self.column if suffix == '.jsonl' else ''} {files.sha256(self.path)}"
 
-    def read(self) -> Iterator[tuple[str, str | None]]:
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.path.stat().st_size // BLOCK_BYTES)
+
+    def read(self, blocks: Sequence[int] | None = None) -> Iterator[tuple[str, str | None]]:
         is_json = self.path.suffix.lower() == ".jsonl"
         with reading(self.path):
-            lines: Iterator[tuple[int, str | None]]
-            lines = _field(self.path, self.column) if is_json else _text_parts(self.path)
-            for line, text in lines:
-                yield f"{self.path}:{line}", text
+            parts: Iterator[tuple[int, str | None]]
+            if is_json:
+                parts = _field(self.path, self.column, blocks)
+            else:
+                parts = _text_parts(self.path) if blocks is None else _text_blocks(self.path, blocks)
+            for place, text in parts:
+                yield f"{self.path}:{place}", text
 
 
 class _Dataset:
@@ -201,8 +238,13 @@ class _Dataset:
             digest.update(data)
         return f"dataset {digest.hexdigest()}"
 
-    def read(self) -> Iterator[tuple[str, str | None]]:
-        for number, (text,) in enumerate(self.rows):
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.rows.num_bytes // BLOCK_BYTES)
+
+    def read(self, blocks: Sequence[int] | None = None) -> Iterator[tuple[str, str | None]]:
+        rows = enumerate(self.rows) if blocks is None else self.rows.of_blocks(blocks, self.num_blocks)
+        for number, (text,) in rows:
             if not isinstance(text, str | None):
                 raise IsolossError(f"{self.name}, row {number}: the column {self.column!r} holds no text but {text!r}")
             yield f"{self.name}:{number}", text
@@ -219,27 +261,49 @@ def reading(path: Path) -> Iterator[None]:
         raise IsolossError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of each line that is not blank."""
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.isspace():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise IsolossError(f"{path}, line {number} is not JSON: {error}") from error
-            yield number, value
+def json_lines(path: Path, blocks: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line that is not blank; with `blocks`, of those that begin there.
+
+    With `blocks`, the number of a line is that of its last byte, as the lines before it are not counted.
+    """
+    for number, line in _lines(path, blocks):
+        if line.isspace():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise IsolossError(f"{path}, {_place(number, blocks)} is not JSON: {error}") from error
+        yield number, value
 
 
-def _field(path: Path, column: str) -> Iterator[tuple[int, str | None]]:
-    for number, document in json_lines(path):
+def _lines(path: Path, blocks: Sequence[int] | None) -> Iterator[tuple[int, str]]:
+    if blocks is None:
+        with path.open(encoding="utf-8-sig") as lines:
+            yield from enumerate(lines, 1)
+        return
+    with path.open("rb") as file:
+        for block in blocks:
+            if block:
+                # a line that begins before the block is of another one, and may end with the byte before it
+                file.seek(block * BLOCK_BYTES - 1)
+                file.readline()
+            while file.tell() < (block + 1) * BLOCK_BYTES and (line := file.readline()):
+                yield file.tell(), line.decode("utf-8-sig")
+
+
+def _place(number: int, blocks: Sequence[int] | None) -> str:
+    return f"line {number}" if blocks is None else f"the line that ends at byte {number:,}"
+
+
+def _field(path: Path, column: str, blocks: Sequence[int] | None) -> Iterator[tuple[int, str | None]]:
+    for number, document in json_lines(path, blocks):
         # a field that is absent is no null
         text = document.get(column, ...) if isinstance(document, dict) else ...
+        where = f"{path}, {_place(number, blocks)}"
         if not isinstance(text, str | None):
-            raise IsolossError(f'{path}, line {number} is not a JSON object with a string field "{column}"')
+            raise IsolossError(f'{where} is not a JSON object with a string field "{column}"')
         if text is not None and not is_encodable(text):
-            raise IsolossError(f"{path}, line {number} holds half a surrogate pair, which is not a character")
+            raise IsolossError(f"{where} holds half a surrogate pair, which is not a character")
         yield number, text
 
 
@@ -256,11 +320,7 @@ def _text_parts(file: Path) -> Iterator[tuple[int, str]]:
     line, rest = 1, ""
     with file.open(encoding="utf-8-sig") as stream:
         while chunk := stream.read(1 << 20):
-            if 4 * chunk.count("\0") > len(chunk):
-                raise IsolossError(
-                    f"{file} is not UTF-8 text (many of its bytes are 0, as in UTF-16): convert it, e.g. with iconv"
-                )
-            rest += chunk
+            rest += _checked(chunk, file)
             # a cut takes 2 parts of these 3 at most, so that no document is shorter than one
             while len(rest) >= 3 * DOCUMENT_CHARACTERS:
                 end = _boundary(rest)
@@ -268,6 +328,28 @@ def _text_parts(file: Path) -> Iterator[tuple[int, str]]:
                 line += rest.count("\n", 0, end)
                 rest = rest[end:]
     yield line, rest
+
+
+def _text_blocks(file: Path, blocks: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Yield the whole words of each block, and where it begins."""
+    with file.open("rb") as stream:
+        for block in blocks:
+            stream.seek(start := block * BLOCK_BYTES)
+            part = stream.read(BLOCK_BYTES)
+            is_last = stream.tell() == file.stat().st_size
+            words = re.compile(rb"\s")
+            first = 0 if block == 0 or not (space := words.search(part)) else space.end()
+            spaces = [] if is_last else [each.start() for each in words.finditer(part, first)]
+            text = part[first : spaces[-1] if spaces else None].decode("utf-8-sig")
+            yield start, _checked(re.sub("\r\n?", "\n", text), file)
+
+
+def _checked(text: str, file: Path) -> str:
+    if 4 * text.count("\0") > len(text):
+        raise IsolossError(
+            f"{file} is not UTF-8 text (many of its bytes are 0, as in UTF-16): convert it, e.g. with iconv"
+        )
+    return text
 
 
 def _boundary(text: str) -> int:

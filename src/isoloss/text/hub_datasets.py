@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,13 +83,23 @@ class Rows:
     Attributes:
         read: Begins at the first row.
         label_names: The names of the labels, by column, of the columns that are of the library's type ClassLabel.
+        num_rows: How many rows there are.
+        num_bytes: How many bytes these columns take, roughly.
     """
 
-    read: Callable[[], Iterator[tuple[Any, ...]]]
+    read: Callable[[range], Iterator[tuple[Any, ...]]]
+    num_rows: int
+    num_bytes: int
     label_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return self.read()
+        return self.read(range(self.num_rows))
+
+    def of_blocks(self, blocks: Iterable[int], of: int) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Yield the rows, with their numbers, of some of so many blocks of rows."""
+        for block in blocks:
+            rows = range(block * self.num_rows // of, (block + 1) * self.num_rows // of)
+            yield from zip(rows, self.read(rows), strict=True)
 
 
 def load(spec: str, *, split: str, columns: Sequence[str]) -> Rows:
@@ -103,17 +113,21 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Rows:
     if name.prefix == PYTHON:
         table = python_docs.rows(name.name, split)
         _check_columns(name, columns, list(table))
-        return Rows(lambda: zip(*(table[column] for column in columns), strict=True))
+        given = list(zip(*(table[column] for column in columns), strict=True))
+        size = sum(len(str(value)) for row in given for value in row)
+        return Rows(lambda rows: iter(given[rows.start : rows.stop]), len(given), size)
     dataset = _loaded(name, split)
     _check_columns(name, columns, dataset.column_names)
     dataset = dataset.select_columns(list(columns))
 
-    def read() -> Iterator[tuple[Any, ...]]:
-        for some in dataset.with_format("arrow").iter(batch_size=_ROWS):
+    def read(rows: range) -> Iterator[tuple[Any, ...]]:
+        part = dataset if len(rows) == len(dataset) else dataset.select(rows)
+        for some in part.with_format("arrow").iter(batch_size=_ROWS):
             yield from zip(*(column.to_pylist() for column in some.columns), strict=True)
 
     kinds = {column: dataset.features[column] for column in columns}
-    return Rows(read, {column: tuple(kind.names) for column, kind in kinds.items() if hasattr(kind, "names")})
+    label_names = {column: tuple(kind.names) for column, kind in kinds.items() if hasattr(kind, "names")}
+    return Rows(read, len(dataset), dataset.data.nbytes, label_names)
 
 
 def _check_columns(name: DatasetName, columns: Sequence[str], available: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ Shapes: n sequences, T tokens in each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +31,9 @@ FEWEST_DOCUMENTS = 10  # for an error that counts documents: with fewer the erro
 _LOGITS_BYTES = 1 << 28  # of the logits of a batch's predicted positions, in float32
 _ACTIVATION_BYTES = 1 << 30  # of what a forward pass keeps for the backward pass, roughly
 _LENGTH = 128  # tokens in a row, unless told
+# of a longer text as much is read as this, or as holds four times the rows that are wanted at 5 bytes a token
+_MOST_BYTES = 10_000_000
+_BYTES_PER_TOKEN = 20
 _KEPT_VECTORS = 20  # of the model's width, that a transformer layer keeps for a token
 _ROWS_AT_ONCE = 1024  # of an auxiliary sample
 
@@ -164,7 +167,9 @@ def read_inputs(
     What is left at the end, less than one row, is dropped, and so is a row for a masked model that holds nothing but
     special and unknown tokens, in which nothing could be masked. Rows of text know the document they begin in; where
     these are at least 10, the batches have them, see `Inputs`. If there are more rows than asked for, the rows taken
-    are drawn uniformly without replacement.
+    are drawn uniformly without replacement. Of a text of more than 10 MB, blocks of 64 KiB are drawn first, 10 MB in
+    all or, for many rows, 20 bytes for each of their tokens, and only the documents that begin in them are read. So a
+    long text costs no more than one of 10 MB.
 
     For a masked model, tokens are masked and predicted as `isoloss.text.masking.mask` does, but never the special
     ones of the tokenizer, if there is one. For a causal model the labels are the ids themselves, unshifted.
@@ -192,6 +197,7 @@ def read_inputs(
     text_config = config.get_text_config()
     length = length or min(_LENGTH, max_length or _LENGTH)
     is_text, is_masked, labels = holds_text(data), data.suffix.lower() in MASKED, None
+    blocks, most = None, 0
     if is_masked and kind == "causal":
         raise IsolossError(f"{data} holds masked token ids, and {checkpoint} predicts next tokens: give text or .npy")
     if not is_text and (column or split):
@@ -200,7 +206,12 @@ def read_inputs(
     its_tokenizer = _tokenizer(tokenizer, checkpoint, needed=is_text, useful=kind == "masked" and not is_masked)
     if is_text:
         assert its_tokenizer is not None
-        rows, sizes, origins, unknown = _from_text(data, its_tokenizer, kind, length, column, split)
+        sources = documents.open_sources([data], column=column or "text", split=split)
+        if num_sequences is not None:
+            most = max(_MOST_BYTES, _BYTES_PER_TOKEN * num_sequences * length)
+            blocks = documents.drawn_blocks(sources, most, seed)
+        texts = documents.read(sources, blocks=blocks)
+        rows, sizes, origins, unknown = _from_text(data, texts, its_tokenizer, kind, length)
     elif is_masked:
         (rows, labels), sizes, origins, unknown = read_masked_ids(data), None, None, ""
     else:
@@ -209,9 +220,10 @@ def read_inputs(
         _check_rows(each, data, text_config, max_length, checkpoint)
 
     wanted = len(rows) if num_sequences is None else num_sequences
-    drawn = f"{wanted:,} sequences of {rows.shape[1]} tokens drawn from the {len(rows):,} in {data}"
+    where = f"{data}" if blocks is None else f"a random {most / 1e6:,.0f} MB of {data}"
+    drawn = f"{wanted:,} sequences of {rows.shape[1]} tokens drawn from the {len(rows):,} in {where}"
     asked = f" (up to {wanted:,} would be taken)" if wanted > len(rows) else ""
-    every = f"all {len(rows):,} sequences of {rows.shape[1]} tokens in {data}{asked}"
+    every = f"all {len(rows):,} sequences of {rows.shape[1]} tokens in {where}{asked}"
     description = (drawn if wanted < len(rows) else every) + unknown
     # of all rows, whether they are drawn or not
     auxiliary_sample = Rows(rows, origins)
@@ -315,7 +327,7 @@ def _special_ids(
 
 
 def _from_text(
-    data: Path, tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int, column: str | None, split: str | None
+    data: Path, located: Iterable[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int
 ) -> tuple[Ids, tokenizers.Floats, Ids, str]:
     """Return rows, bytes of text of each token, the document in which each begins, and a note of unknown tokens."""
     around = boundary_token_ids(tokenizer) if kind == "masked" else {}
@@ -334,7 +346,7 @@ def _from_text(
 
     def texts() -> Iterator[str]:
         file, known = "", dict[str, int]()
-        for location, text in documents.read_documents([data], column=column or "text", split=split):
+        for location, text in located:
             # a long file comes in parts, and is one document; so are equal texts
             before, file = file, location.rpartition(":")[0]
             if file == before and file.lower().endswith(".txt"):

@@ -94,10 +94,15 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positio
 
 
 def plain_logits(model: nn.Module, batch: Batch, *, graph: bool = False) -> torch.Tensor:
-    """Return the logits (m, V) of a model that is run as it is, with their graph or without."""
+    """Return the predicted logits (m, V) of a model that is run as it is, with their graph or without."""
+    return all_logits(model, batch, graph=graph)[batch.predicted]
+
+
+def all_logits(model: nn.Module, batch: Batch, *, graph: bool = False) -> torch.Tensor:
+    """Return the logits (b, T, V) of a model that is run as it is, with their graph or without."""
     with eager_with_grad(model) as plain, torch.set_grad_enabled(graph):
         logits: torch.Tensor = logits_of_output(plain(**forward_arguments(plain, batch.inputs)))
-        return logits[batch.predicted]
+        return logits
 
 
 def _predict(model: nn.Module, batch: Batch, capture: Capture, selection: PositionSelection) -> Predictions | None:

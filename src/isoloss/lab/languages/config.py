@@ -35,7 +35,7 @@ _LATENT_TASKS = {
 }
 GRAMMAR_TASKS = {
     "root": "the most likely symbol below the start symbol (grammars)",
-    "level-D": "the most likely first symbol on level D of the tree, the root's being 0 (grammars with levels)",
+    "level-D": "the most likely first symbol on level D of the tree, where the root has level 0 (grammars with levels)",
     "prefix-L": "the most likely symbol over the first L tokens (grammars); A, B, C: the paper's L = 32, 16, 8",
     **_LATENT_TASKS,
 }
@@ -81,7 +81,7 @@ class PCFGConfig(_Config):
     The start symbol S is rewritten to a symbol of level 0 (`L0.0`, `L0.1`, ...). A symbol of level l < `levels` is
     rewritten to one of `rules_per_symbol` pairs of symbols of level l + 1; with probability `stop_probability` it emits
     one of `rules_per_symbol` tokens instead. A symbol of the lowest level emits one of
-    max(rules_per_symbol, ceil(2 vocab_size / symbols_per_level)) tokens. Rules are drawn without replacement, their
+    max(rules_per_symbol, ceil(2 vocab_size / symbols_per_level)) tokens. Rules are drawn without replacement, and their
     probabilities from the flat Dirichlet distribution. Every symbol and every token can occur.
     """
 
@@ -100,13 +100,12 @@ class PCFGConfig(_Config):
     stop_probability: float = setting(0.0, minimum=0, below=1)
     """Probability that a symbol above the lowest level emits a token instead of splitting; makes lengths vary."""
     zipf: float = setting(0.0, minimum=0, omit_default=True)
-    """Exponent of a law of frequencies: a symbol emits token w<i> with its drawn probability times (i + 1)^-zipf,
+    """Exponent of Zipf's law of frequencies: a symbol emits token w<i> with its drawn probability times (i + 1)^-zipf,
     normalized. About 1 in natural languages; 0: no law."""
     seed: int = 0
     """Decides the rules and their weights."""
     redrawn_level: int = setting(-1, minimum=-1, omit_default=True)
-    """A level whose symbols have other rules than the grammar that the seed decides; all other rules are the same.
-    -1: none."""
+    """A level whose rules are drawn anew; all other rules stay the ones that the seed decides. -1: none."""
 
     def check_fields(self) -> None:
         """Raise an `IsolossError` where there are fewer pairs of symbols than rules, or no level to draw anew."""
@@ -138,7 +137,7 @@ class GrammarConfig(_Config):
 
     @classmethod
     def read(cls, spec: str, options: Mapping[str, Any]) -> LanguageConfig | None:
-        """Return the config of the grammar in a file of rules, which every file is that nothing else reads."""
+        """Return the config of the grammar in a file of rules; any file that no other kind of language reads is one."""
         path = Path(spec)
         if not path.is_file():
             return None
@@ -213,12 +212,12 @@ class DyckConfig(_Config):
     tokens_per_bracket: int = setting(1, minimum=1)
     """Tokens that each bracket may be written as, by random probabilities."""
     seed: int = 0
-    """Decides those probabilities."""
+    """Decides the probabilities of these tokens."""
 
     def check_fields(self) -> None:
         """Raise an `IsolossError` for an odd length, or a depth that it does not allow."""
         if self.max_length % 2:
-            raise IsolossError(f"max_length is {self.max_length}; it must be even, for brackets are pairs")
+            raise IsolossError(f"max_length is {self.max_length}; it must be even, because brackets come in pairs")
         if self.max_depth > self.max_length // 2:
             raise IsolossError(
                 f"max_depth is {self.max_depth}, but {self.max_length} brackets nest at most "
@@ -252,7 +251,7 @@ class HMMConfig(_Config):
     mixing_weight: float = setting(0.0, minimum=0, maximum=1)
     """Fraction of every row's probability that goes to all states and tokens instead of the block's."""
     concentration: float = setting(1.0, above=0, omit_default=True)
-    """Of the Dirichlet distributions: the less, the fewer states and tokens have most of a row's probability."""
+    """Of the Dirichlet distributions: the smaller, the fewer states and tokens have most of a row's probability."""
     seed: int = 0
     """Decides the matrices."""
 

@@ -249,8 +249,7 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
     settings = dict(settings or {})
     # settings of other measures are left out below: a command gives all of its measures the same ones
     if unknown := [key for key in settings if key not in fields]:
-        others: Any = MEASURES.loaded(measure_class).values()
-        known = {field.name for other in others for field in dataclasses.fields(other)}
+        known = _settings_of_all(tuple(MEASURES))
         if wrong := next((key for key in unknown if key not in known), None):
             names = ", ".join(sorted(fields - name_fields(pattern))) or "none"
             hint = did_you_mean(wrong, known) or f"; those of {name} are {names}"
@@ -267,6 +266,13 @@ def make_measure(name: str, settings: Mapping[str, Any] | None = None) -> Measur
     measure: Measure = cls(**values)
     configs.check(measure)
     return measure
+
+
+@functools.cache
+def _settings_of_all(registered: tuple[str, ...]) -> set[str]:
+    """Return the settings of all measures, which have these names."""
+    classes: Any = MEASURES.loaded(measure_class)
+    return {field.name for name in registered if name in classes for field in dataclasses.fields(classes[name])}
 
 
 def settings_of(name: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
