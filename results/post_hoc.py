@@ -2,9 +2,10 @@
 
     python results/post_hoc.py
 
-It prints the tables of docs/method/studies.md that were made after the results were known: the trend over all doses of
-dose-response, and of the study optimizers what effective rank explains, errors over optimizers, baselines and rises in
-nats. Each function returns rows of cells.
+It prints tables of docs/method/studies.md: the claims of dose-response, optimizers and paper; and, made after the
+results were known, the signs of all arms, of the first design of dose-response the trend over all doses, and of the
+first design of optimizers what effective rank explains, errors over optimizers, baselines and rises in nats. Each
+function returns rows of cells.
 """
 
 import functools
@@ -21,8 +22,8 @@ RESULTS = Path(__file__).parent
 PILOT = RESULTS / "dose-response/pilot.toml"
 DOSE_RESPONSE = ("dose-response", "dose-response-repeated")
 OPTIMIZERS = ("optimizers", "optimizers-repeated")
-SLOPES = ("dose-response-24-grammars", "dose-response-24-grammars-repeated")
-RATES = ("optimizers-three-rates", "optimizers-three-rates-repeated")
+SLOPES = ("dose-response-24-grammars",)
+RATES = ("optimizers-three-rates",)
 
 DOSES = ("sharp-3", "sharp-2", "sharp-1", "sham", "flat-1", "flat-2", "flat-3")  # from the sharpest to the flattest
 NOISES = ("sham", "noise-1", "noise-2", "noise-3")
@@ -344,6 +345,16 @@ def without_diverged(rows):
     return rows.filter(~pl.col("grammar").is_in(diverged.to_list()))
 
 
+def sign_counts():
+    """Return in how many arms of each study flatness, and rank, have the sign of transfer, or the opposite one."""
+    _, *rows = sign_table()
+    yield ("study", "arms", *(f"{what}: {sign}" for what in ("flatter", "higher rank") for sign in ("better", "worse")))
+    for study in SIGNS:
+        pairs = [row[-2:] for row in rows if row[0] == study]
+        counts = [str(sum(pair[i] == sign for pair in pairs)) for i in (0, 1) for sign in ("same sign", "**opposite**")]
+        yield (study, str(len(pairs)), *counts)
+
+
 def paired(rows, control, arm, key):
     """Return the mean difference over grammars, its error and half of its 95 % interval; of traces in logarithms."""
     both = rows.filter(pl.col("arm") == arm).join(
@@ -445,11 +456,79 @@ def claim_table(draws):
             found = [answer[judged] for answer in answers]
             sizes = "<br>".join(with_error(each["value"], each["stderr"]) if each else "–" for each in found)
             unit = next((each["unit"] for each in found if each), "")
-            yield (statement, answers[0]["case"], f"{sizes} {unit}", "<br>".join(f"*{a['words']}*" for a in answers))
+            # why a claim is not tested, and what else was shown, the page says
+            verdicts = [a["verdict"] if a["verdict"].startswith("not ") else a["words"] for a in answers]
+            yield (statement, answers[0]["case"], f"{sizes} {unit}", "<br>".join(f"*{each}*" for each in verdicts))
             statement = ""
 
 
-TABLES = (paper_table, sign_table, trend_table, rank_and_transfer, baseline_table, association_table, rise_table)
+def dose_response_table():
+    """Return the claims of the study dose-response."""
+    return claim_table(SLOPES)
+
+
+def optimizers_table():
+    """Return the claims of the study optimizers."""
+    return claim_table(RATES)
+
+
+def kept_table(draws, table):
+    """Return a row for each row of a kept table of a study: its labels and its estimates, of each draw."""
+    rows = [json.loads((RESULTS / name / "summary.json").read_text())[table] for name in draws]
+    for same in zip(*rows, strict=True):
+        labels = [{key: value for key, value in row.items() if key != "estimates"} for row in same]
+        yield labels, [row["estimates"] for row in same]
+
+
+def rates_associations():
+    """Return how two measures go with the outcomes of the study optimizers, with both errors; all draws."""
+    yield ("measure", "outcome", "correlation, ± over grammars", "± over optimizers", "given the other", "verdict")
+    for labels, estimates in kept_table(RATES, "associations"):
+        if labels[0]["measure"] in ("minimal trace", "effective rank"):
+            cells = [
+                "<br>".join(with_error(each[name]["value"], each[name]["stderr"]) for each in estimates)
+                for name in ("over grammars", "over optimizers", "given the other")
+            ]
+            verdicts = "<br>".join(f"*{each['verdict']}*" for each in labels)
+            yield (labels[0]["measure"], labels[0]["outcome"], *cells, verdicts)
+
+
+def rates_room():
+    """Return what probes find with and without training, and how far that is above one-hot tokens; all draws."""
+    shown = ("Majority class", "Tokens, one-hot", "Untrained model", "AdamW", "Muon", "SOAP", "Helper", "Adversary")
+    head = ("probe of",)
+    for labels, estimates in kept_table(RATES, "room"):
+        if len(head) == 1:
+            head += tuple(f"{key} ({'points' if 'above' in key else '%'})" for key in estimates[0])
+            yield head
+        if labels[0]["probe of"] in shown:
+            cells = [
+                "<br>".join(
+                    with_error(*(scale * each[key][part] for part in ("value", "stderr")))
+                    if each[key]["stderr"]
+                    else "0"
+                    for each in estimates
+                )
+                for key in estimates[0]
+                for scale in (1 if "above" in key else 100,)
+            ]
+            yield (labels[0]["probe of"], *cells)
+
+
+TABLES = (
+    dose_response_table,
+    optimizers_table,
+    rates_associations,
+    rates_room,
+    paper_table,
+    sign_table,
+    sign_counts,
+    trend_table,
+    rank_and_transfer,
+    baseline_table,
+    association_table,
+    rise_table,
+)
 
 
 def markdown(rows):

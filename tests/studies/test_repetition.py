@@ -94,6 +94,8 @@ def test_an_export_has_the_numbers_and_how_they_were_made(capsys, file, exports,
     assert (made["versions"], made["commit"]) == (record["versions"], record["commit"])
     assert len(made["runs"]) == 6
     assert provenance["units"] == 12
+    leases = [files.read_json(path) for path in (finished / "units").glob("*/*.json")]
+    assert provenance["began"] == min(lease["began"] for lease in leases)
     logs = (finished / "runs").glob("*/log.jsonl")
     seconds = [json.loads(line).get("seconds", 0) for log in logs for line in log.read_text().splitlines()]
     assert len([each for each in seconds if each]) == 6 + 6 * 4

@@ -37,7 +37,8 @@ def export(folder: StudyFolder, output: Path, formats: Collection[Format] = FORM
     - `values.csv`, `values.parquet`: a row for each checkpoint and estimate; an accuracy is a fraction from 0 to 1.
     - `summary.json`: the study's tables and claims.
     - `tables/NAME.md`, `tables/NAME.tex`: each of these tables, and `claims`, as Markdown and as LaTeX.
-    - `provenance.json`: study, scale and seeds, the fingerprints of the configs, versions, processor, seconds.
+    - `provenance.json`: study, scale and seeds, the fingerprints of the configs, when the first unit was started,
+      versions, processor, seconds.
     - `index.html` and `figures/`: the page, with figures as PNG.
 
     No file names a path of this machine.

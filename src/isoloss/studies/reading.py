@@ -17,6 +17,7 @@ from isoloss.registry import STUDIES
 from isoloss.statistics.tables import FORMULA
 from isoloss.studies.claims import claims_sha256
 from isoloss.studies.results import COLUMNS
+from isoloss.studies.run.attempt import Attempts
 from isoloss.studies.study import Study, load_study
 from isoloss.studies.summary import tables_in
 
@@ -225,6 +226,8 @@ def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
         record = {key: results.run(name).record[key] for key in ("versions", "commit")}
         # by its JSON, as a dictionary is no key
         made.setdefault(json.dumps(record), {**record, "runs": []})["runs"].append(name)
+    units, attempts = folder.plan(), Attempts(folder.path)
+    began = [lease["began"] for unit in units for lease in attempts.records(unit) if "began" in lease]
     seconds = [line.get("seconds", 0.0) for name in results.experiments for line in results.run(name).log_lines()]
     return {
         "study": folder.study.name,
@@ -237,7 +240,8 @@ def provenance(folder: StudyFolder, results: Results) -> dict[str, Any]:
         "claims_sha256": claims_sha256(folder.study.claims, folder.scale) if folder.study.claims else None,
         "made_with": list(made.values()),
         "exported_with": {"isoloss": metadata.version("isoloss"), "processor": processor()},
-        "units": len(folder.plan()),
+        "began": min(began, default=None),  # the first attempt at a unit
+        "units": len(units),
         "unit_seconds": round(sum(seconds), 1),
     }
 
