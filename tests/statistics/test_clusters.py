@@ -136,7 +136,7 @@ def test_components_that_would_be_negative_are_zero():
         (lambda: cluster_mean([1.0, 2.0], [("a", 1), ("b", 1)], **UNIT), r"clusters has the shape \(2, 2\)"),
         (lambda: crossed_mean([[1.0], [2.0]], **CROSSED), r"shape \(2, 1\); .* at least 1 row, 2 columns"),
         (lambda: crossed_mean([[1.0, 2.0], [2.0]], **CROSSED), "values is not a table of numbers"),
-        (lambda: crossed_mean([[1.0, math.inf]], **CROSSED), "one that is not finite"),
+        (lambda: crossed_mean([[1.0, math.inf]], **CROSSED), "a number that is not finite"),
         (lambda: variance_components([1.0, 2.0], ["a", "b"]), "each of the 2 clusters has one observation"),
         (lambda: VarianceComponents(between=1.0, within=1.0).sd_of_means(0), "per_cluster is 0"),
     ],

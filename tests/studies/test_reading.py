@@ -16,6 +16,7 @@ from isoloss.errors import IsolossError
 from isoloss.studies import load_study, reading
 from isoloss.studies.export import MOST_ROWS, text_table
 from isoloss.studies.results import COLUMNS, Results
+from isoloss.studies.summary import SummaryTable
 from studies_in_process import call
 
 KEPT = Path(__file__).parents[2] / "results"
@@ -83,6 +84,11 @@ def test_kept_exports_are_read(path):
     assert study.claims.height == sum(len(claim["answers"]) for claim in summary["claims"])
     for name in study.tables:
         assert study.wide(name).height == len(summary[name])
+
+
+def test_no_label_of_a_table_has_the_name_of_a_column_of_estimates():
+    with pytest.raises(IsolossError, match="a label of the table slopes is 'estimate', as a column of its estimates"):
+        SummaryTable("slopes", "slopes", ("group", "estimate"), [])
 
 
 def test_what_was_not_measured_is_null():

@@ -464,7 +464,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
         SummaryTable(
             "slopes",
             "slopes on the KL, mean ± standard error over grammars",
-            ("estimate",),
+            ("outcome",),
             [((key,), {"slope": one}) for key, one in slopes.items()],
             f"Change per nat of KL, from the base, whose target is a KL of {scale.base_kl:g}, to the sham. Claims and "
             "the slopes of the first table are adjusted to one loss by these slopes; for an arm that ends above the "

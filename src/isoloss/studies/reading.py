@@ -16,7 +16,7 @@ from isoloss.errors import IsolossError, naming_extras
 from isoloss.registry import STUDIES
 from isoloss.statistics.tables import FORMULA
 from isoloss.studies.claims import claims_sha256
-from isoloss.studies.results import COLUMNS
+from isoloss.studies.results import COLUMNS, ESTIMATE
 from isoloss.studies.run.attempt import Attempts
 from isoloss.studies.study import Study, load_study
 from isoloss.studies.summary import tables_in
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from isoloss.studies.results import Results
 
 VALUES, VALUES_PARQUET, SUMMARY, PROVENANCE = "values.csv", "values.parquet", "summary.json", "provenance.json"
-ESTIMATE = {key: COLUMNS[key] for key in ("estimate", "value", "standard error", "unit")}
 CLAIMS = {"claim": str, "case": str, "role": str, "verdict": str, "difference": float, "standard error": float,
           "low": float, "high": float, "unit": str, "p": float, "adjusted p": float, "p of no effect": float,
           "adjusted p of no effect": float, "tests": int, "explanation": str}  # fmt: skip

@@ -30,6 +30,7 @@ UNITS = {"nats per predicted token": "nats/token", "accuracy": "accuracy, %", "p
 
 COLUMNS: dict[str, Any] = {"run": str, "group": str, "block": int, "size": str, "step": int, "estimate": str,
                            "value": float, "standard error": float, "unit": str}  # of `Results.values`  # fmt: skip
+ESTIMATE = {key: COLUMNS[key] for key in ("estimate", "value", "standard error", "unit")}  # those of an estimate
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from isoloss.errors import IsolossError
 from isoloss.statistics.estimate import Estimate, interval, number, rounded
 from isoloss.studies.claims import Answer, ClaimResult
-from isoloss.studies.results import RESCALED, UNITS, Results
+from isoloss.studies.results import ESTIMATE, RESCALED, UNITS, Results
 
 if TYPE_CHECKING:
     from isoloss.report.html import Card
@@ -26,6 +27,13 @@ class SummaryTable:
     labels: tuple[str, ...]  # headings of the columns that name a row, e.g. run and step
     rows: Sequence[tuple[tuple[str | int, ...], Mapping[str, Estimate]]]
     caption: str = ""  # on the page
+
+    def __post_init__(self) -> None:
+        # `isoloss.read_study` returns a row for each estimate, with columns of these names
+        if taken := next((label for label in self.labels if label in ESTIMATE), None):
+            raise IsolossError(
+                f"a label of the table {self.name} is {taken!r}, as a column of its estimates is: choose another name"
+            )
 
     @property
     def left(self) -> int:
