@@ -147,7 +147,7 @@ class MeanLoss:
 
         def of_batch(batch: Batch) -> Sequence[torch.Tensor]:  # without checks, which take half of a small model's time
             logits = plain_logits(self.model, batch, graph=True)
-            return self._gradients(_losses(logits, batch).sum(dtype=torch.float64))
+            return self._gradients(_cross_entropy(logits, batch.targets).sum(dtype=torch.float64))
 
         for number in range(int(self.clusters.max()) + 1):
             rows = ((clusters == number).nonzero()[:, 0] for clusters in self._clusters)
@@ -167,7 +167,7 @@ class MeanLoss:
                 if id(batch) not in arguments:
                     arguments[id(batch)] = forward_arguments(plain, batch.inputs)
                 logits = logits_of_output(plain(**arguments[id(batch)]))[batch.predicted]
-                loss = _losses(logits, batch).mean()
+                loss = _cross_entropy(logits, batch.targets).mean()
                 gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
                 return float(loss.detach()), gradients
 
@@ -334,11 +334,7 @@ def second_derivatives() -> Iterator[None]:
 
 def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return (m,): the cross-entropy of each predicted position."""
-    return _losses(predicted_logits(model, batch), batch)
-
-
-def _losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return _cross_entropy(logits, batch.targets)
+    return _cross_entropy(predicted_logits(model, batch), batch.targets)
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,9 @@ def load(spec: str, *, split: str, columns: Sequence[str]) -> Rows:
 
     kinds = {column: dataset.features[column] for column in columns}
     label_names = {column: tuple(kind.names) for column, kind in kinds.items() if hasattr(kind, "names")}
-    return Rows(read, len(dataset), dataset.data.nbytes, label_names)
+    # the table has all rows, also those that the dataset leaves out
+    num_bytes = dataset.data.nbytes * len(dataset) // max(1, dataset.data.num_rows)
+    return Rows(read, len(dataset), num_bytes, label_names)
 
 
 def _check_columns(name: DatasetName, columns: Sequence[str], available: Sequence[str]) -> None:
