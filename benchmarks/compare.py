@@ -94,7 +94,7 @@ def costs(data: Path, rounds: int) -> Iterator[dict[str, Any]]:
                     model_of(kind, shape, seed).save_pretrained(name)
                     tokenizer.save_pretrained(name)
                 times: dict[str, list[float]] = {"measure": [], "compare": []}
-                options = {"measure": ("--measures", "trace", "minimal-trace"), "compare": ()}
+                options = {"measure": ("--measures", "minimal-trace"), "compare": ()}
                 seconds("compare", *names, "--data", str(text), "--num-sequences", "8")  # imports
                 for _ in range(rounds):
                     for command, taken in times.items():
@@ -161,7 +161,7 @@ def page(record: Mapping[str, Any]) -> str:
             "",
             "Both commands in one process by turns, imports apart, on two models that are not trained, with their "
             f"defaults: 512 sequences of 128 tokens, here with a vocabulary of {VOCABULARY:,}; `measure` takes the "
-            "trace and the minimal trace. Processor seconds, median of the rounds and range.",
+            "minimal trace, which has the trace in the same pass. Processor seconds, median of the rounds and range.",
             "",
             "| models | rounds | measure, s | compare, s | times |",
             "|---|---:|---:|---:|---:|",

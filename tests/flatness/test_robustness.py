@@ -205,6 +205,30 @@ def test_a_model_without_a_linear_layer_is_refused():
         loss_rises(Bigram(), [{"input_ids": ids, "labels": ids}], causal=True)
 
 
+@pytest.mark.parametrize("shape_of", [lambda ids: (*ids.shape, VOCAB), lambda ids: (len(ids), -1, VOCAB)])
+def test_a_module_may_need_the_logits_of_all_positions(shape_of):
+    class Own(nn.Module):
+        def __init__(self, shape_of):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.middle = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.head, self.shape_of = nn.Linear(WIDTH, VOCAB), shape_of
+
+        def forward(self, input_ids):
+            logits = self.head(self.middle(self.table(input_ids)))
+            return CausalLMOutput(logits=logits if self.shape_of is None else logits.view(self.shape_of(input_ids)))
+
+    # as many predicted positions as four sequences of another length would have
+    ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids, "labels": torch.where(torch.arange(8) < 4, ids, -100)}]
+    rises, expected = (
+        {name: rise.value for name, rise in loss_rises(Own(each).double(), batches, causal=False).items()}
+        for each in (shape_of, None)
+    )
+    assert rises == pytest.approx(expected, rel=1e-9)
+    assert abs(expected["noise_10%_rise"]) > 1e-6
+
+
 def test_the_output_layer_of_a_module_that_does_not_name_it_is_rounded_unless_it_is_an_embedding():
     class Own(nn.Module):
         def __init__(self, *, tied):

@@ -29,7 +29,7 @@ _READING = (
     "change it without changing a prediction.\n"
     "A rise is how far the loss grows when the weights change. With 8 bits, the weights of linear layers are "
     "rounded to the nearest of 255 values per output; with 4 bits, to the nearest of 15 values per group of 128 "
-    "weights; both without calibration. With noise, Gaussian noise of a few percent of each tensor's root mean square "
+    "weights; both without calibration. With noise, Gaussian noise of 10 % of each tensor's root mean square "
     "is added to all weights."
 )
 

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from isoloss.errors import NOTHING_PREDICTED, IsolossError
 from isoloss.flatness._batches import Batch, CheckedBatch, read_batches
 from isoloss.flatness._ghost.capture import Capture, PositionSelection
-from isoloss.flatness._ghost.engine import all_logits, plain_logits, predict
+from isoloss.flatness._ghost.engine import Predictions, agree, all_logits, plain_logits, predict
 from isoloss.flatness._measurement import MeasureOptions, model_details
 from isoloss.flatness._parameters import check_reached, counted_parameters, requiring_gradients
 from isoloss.model_checks import (
@@ -37,6 +38,21 @@ from isoloss.text.clusters import SequenceClusters
 _ONCE_ONLY = ("is not implemented", "differentiate twice")
 _PART = 1 << 20  # numbers that are in float64 at a time
 _ROWS = 64  # positions whose logits stay in a CPU's cache while their losses are computed
+
+
+class _SelectedAtDecoder(TorchFunctionMode):
+    """Gives the linear map with the weight `decoder` the predicted positions (1, m, d) instead of all (B, T, d)."""
+
+    def __init__(self, decoder: torch.Tensor | None, predicted: torch.Tensor) -> None:
+        super().__init__()
+        self._decoder, self._predicted = decoder, predicted
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and len(args) > 1 and args[1] is self._decoder:
+            args = (args[0][self._predicted][None], *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 class MeanLoss:
@@ -86,6 +102,8 @@ class MeanLoss:
         self.skipped_batches = len(self.batches) - len(self._batches)
         self.num_positions = sum(len(batch.targets) for batch in self._batches)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters.values())
+        self._decoder: torch.Tensor | None = None  # the weight of the last linear map, once it is known
+        self._selects_at_decoder = True  # whether it may be given the predicted positions alone
         self.dtype = torch.float32
         for parameter in self.parameters.values():
             self.dtype = torch.promote_types(self.dtype, parameter.dtype)
@@ -117,9 +135,24 @@ class MeanLoss:
         Args:
             chosen: (n,) bool, the sequences that count; the model must have run on all before. None: all.
         """
-        of_batch = losses if chosen is None else _plain_losses
         with torch.no_grad():
-            return self._by_cluster(lambda batch: of_batch(self.model, batch).double().cpu(), chosen)
+            return self._by_cluster(lambda batch: self._losses(batch, chosen is None).double().cpu(), chosen)
+
+    def _losses(self, batch: Batch, is_checked: bool) -> torch.Tensor:
+        """Return (m,): the cross-entropy of each predicted position."""
+        if not is_checked:
+            return _plain_losses(self.model, batch, self._decoder if self._selects_at_decoder else None)
+        predictions = _predicted(self.model, batch)
+        losses = _cross_entropy(predictions.logits, batch.targets)
+        self._decoder = predictions.capture.last_weight
+        head = batch.head(2)  # of one sequence, positions may be taken for sequences
+        try:
+            selected = _plain_losses(self.model, head, self._decoder)
+        except Exception:  # what needs all positions may fail in any way
+            self._selects_at_decoder = False
+        else:
+            self._selects_at_decoder &= predictions.decoder is not None and agree(selected, losses[: len(selected)])
+        return losses
 
     def _by_cluster(self, values: Callable[[Batch], torch.Tensor], chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Return (N,) float64: the sums over each cluster of (m,) values of each batch."""
@@ -267,9 +300,13 @@ def inner(first: torch.Tensor, second: torch.Tensor) -> float:
 
 def predicted_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return (m, V): the logits at the predicted positions, with their graph."""
+    return _predicted(model, batch).logits
+
+
+def _predicted(model: nn.Module, batch: Batch) -> Predictions:
     predictions = predict(model, batch, Capture({}, batch.predicted), PositionSelection())
     assert predictions is not None  # only an early selection can fail
-    return predictions.logits
+    return predictions
 
 
 def hessian_vector_product(
@@ -342,14 +379,18 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(wide, targets, reduction="none")
 
 
-def _plain_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return what `losses` returns, without its checks, of a model that is run as it is."""
-    logits = all_logits(model, batch).flatten(0, 1)
-    places = batch.predicted.flatten().nonzero()[:, 0]
+def _plain_losses(model: nn.Module, batch: Batch, decoder: torch.Tensor | None) -> torch.Tensor:
+    """Return what `losses` returns, without its checks, of a model that is run as it is.
+
+    The linear map with the weight `decoder`, whose output the logits have to be, gets the predicted positions alone.
+    """
+    with _SelectedAtDecoder(decoder, batch.predicted):
+        logits = all_logits(model, batch)
+    selected = logits[batch.predicted] if logits.shape[:2] == batch.predicted.shape else logits[0]
     # on a CPU, few at a time: a copy of all predicted logits would take as long as the model's output layer
-    rows = _ROWS if logits.device.type == "cpu" else len(places)
-    parts = (slice(start, start + rows) for start in range(0, len(places), rows))
-    return torch.cat([_cross_entropy(logits[places[part]], batch.targets[part]) for part in parts])
+    rows = _ROWS if logits.device.type == "cpu" else max(1, len(selected))
+    parts = zip(torch.split(selected, rows), torch.split(batch.targets, rows), strict=True)
+    return torch.cat([_cross_entropy(part, targets) for part, targets in parts])
 
 
 # summed in float64: sharpness is a small difference of two such sums

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DATA = "python:docs"  # a text that comes with Python
-_ROBUSTNESS_SEQUENCES = 64  # 15 losses of these cost less than a trace of eight times as many
+_ROBUSTNESS_SEQUENCES = 64  # 7 losses of these cost less than a trace of eight times as many
 
 
 def compare(
@@ -79,7 +79,7 @@ def compare(
     paired. The result has for each model: the loss (for text, also in bits per byte of the original text), the trace of
     the Fisher information with and without embeddings, the minimal trace (if the rescalings of all models are known),
     and how far the loss rises under `ROBUSTNESS`: weights of 8 and 4 bits, with the loss that this leads to, and noise
-    of 2, 5 and 10 % of each tensor's root mean square, with errors that cover the draws. The rises are measured on a
+    of 10 % of each tensor's root mean square, with errors that cover the draws. The rises are measured on a
     part of the sequences: on 64 of 512.
 
     Args:
