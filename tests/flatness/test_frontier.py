@@ -16,6 +16,7 @@ from isoloss.lab.evaluation.context import language_inputs
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.run_config import ObjectiveConfig
+from isoloss.seeds import derive
 
 WIDTH, STEPS, RATES = 4, 12, (0.01, 0.03, 0.1, 0.3)
 
@@ -175,8 +176,8 @@ def test_the_other_grammar_has_one_level_of_rules_drawn_anew(tmp_path):
     other = dataclasses.replace(grammar, redrawn_level=1).build()
     objective = ObjectiveConfig(kind="causal")
     old, new = (
-        language_inputs(language, objective, num_sequences=number, seed=0)
-        for language, number in ((grammar.build(), 32), (other, 64))
+        language_inputs(language, objective, num_sequences=number, seed=seed)
+        for language, number, seed in ((grammar.build(), 32, 0), (other, 64, derive(0, "frontier")))
     )
     model = GPT2LMHeadModel.from_pretrained(tmp_path)
     expected = forgetting_frontier(

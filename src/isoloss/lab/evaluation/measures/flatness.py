@@ -24,6 +24,7 @@ from isoloss.lab.evaluation.measures.base import (
 )
 from isoloss.lab.languages.config import PCFGConfig
 from isoloss.registry import MEASURES
+from isoloss.seeds import derive
 
 if TYPE_CHECKING:
     from isoloss.lab.evaluation.context import MeasureContext
@@ -538,7 +539,9 @@ def frontier(
         from isoloss.lab.evaluation.context import language_inputs
 
         changed = dataclasses.replace(context.language.config, redrawn_level=frontier_level).build()
-        new = language_inputs(changed, context.objective, num_sequences=num_sequences, seed=seed)
+        # from one stream, many tokens of old and new sentences would be the same
+        stream = derive(seed, "frontier")
+        new = language_inputs(changed, context.objective, num_sequences=num_sequences, seed=stream)
     found = flatness.forgetting_frontier(
         model,
         batches,
