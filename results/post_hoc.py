@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent
 PILOT = RESULTS / "dose-response/pilot.toml"
 DOSE_RESPONSE = ("dose-response", "dose-response-repeated")
 OPTIMIZERS = ("optimizers", "optimizers-repeated")
-SLOPES = ("dose-response-24-grammars",)
+SLOPES = ("dose-response-24-grammars", "dose-response-24-grammars-repeated")
 RATES = ("optimizers-three-rates",)
 
 DOSES = ("sharp-3", "sharp-2", "sharp-1", "sham", "flat-1", "flat-2", "flat-3")  # from the sharpest to the flattest
@@ -87,7 +87,8 @@ def interval(samples):
     """The 95 % interval of the mean of independent samples, by Student's t."""
     value, error = mean(samples)
     half = t.ppf(0.975, len(samples) - 1) * error
-    return f"{signed(value - half, 2)} to {signed(value + half, 2)}"
+    decimals = max(2, digits(error))
+    return f"{signed(value - half, decimals)} to {signed(value + half, decimals)}"
 
 
 # --- dose-response: the trend -----------------------------------------------------------------------------------------
@@ -235,12 +236,12 @@ def baseline_table():
         yield (row, *(column.get(row, "") for column in columns))
 
 
-def rise_table():
-    """Return the rise of the loss at 4 bits of each optimizer, in nats and in % of its loss; both draws."""
+def rise_table(draws=OPTIMIZERS):
+    """Return the rise of the loss at 4 bits of each optimizer, in nats and in % of its loss; all draws."""
     yield ("optimizer", "rise at 4 bits (nats/token)", "of the loss (%)")
     for arm, title in ARMS.items():
-        rises = [by_optimizer(name, "int4-rise", [arm]) for name in OPTIMIZERS]
-        losses = [by_optimizer(name, "loss", [arm]) for name in OPTIMIZERS]
+        rises = [by_optimizer(name, "int4-rise", [arm]) for name in draws]
+        losses = [by_optimizer(name, "loss", [arm]) for name in draws]
         shares = [f"{100 * rise.mean() / loss.mean():.3f}" for rise, loss in zip(rises, losses, strict=True)]
         yield title, "<br>".join(with_error(*mean(rise[:, 0])) for rise in rises), "<br>".join(shares)
 
@@ -515,11 +516,40 @@ def rates_room():
             yield (labels[0]["probe of"], *cells)
 
 
+def without_muon_and_soap():
+    """Return slopes over the 24 arms of the study optimizers, and over the 18 of the other optimizers; all draws."""
+    predictors = {"halving of the minimal trace": ("minimal-trace", -1), "doubling of the rank": ("effective-rank", 1)}
+    outcomes = {"few-shot-prefix-4-100": "prefix-4", "few-shot-level-1-100": "level-1", "layer-2": "spans"}
+    outcomes = {**{key: (title, 100) for key, title in outcomes.items()}, "int4-rise": ("rise at 4 bits (nats)", 1)}
+    yield ("change of", "with each", "24 arms", "95 % interval", "without Muon and SOAP", "95 % interval")
+    for with_each, (predictor, sign) in predictors.items():
+        for outcome, (title, scale) in outcomes.items():
+            cells = []
+            for optimizers in (ARMS, [arm for arm in ARMS if arm not in ("muon", "soap")]):
+                arms = [f"{arm}{rate}" for arm in optimizers for rate in ("", "-half", "-double")]
+                slopes = [
+                    [
+                        scale * np.polyfit(sign * np.log2(x), y, 1)[0]
+                        for x, y in zip(*(by_optimizer(name, key, arms) for key in (predictor, outcome)), strict=True)
+                    ]
+                    for name in RATES
+                ]
+                cells += ["<br>".join(with_error(*mean(each)) for each in slopes), "<br>".join(map(interval, slopes))]
+            yield (title, with_each, *cells)
+
+
+def rates_rises():
+    """Return the rises at 4 bits in the study optimizers, at each optimizer's usual rate; all draws."""
+    return rise_table(RATES)
+
+
 TABLES = (
     dose_response_table,
     optimizers_table,
     rates_associations,
     rates_room,
+    without_muon_and_soap,
+    rates_rises,
     paper_table,
     sign_table,
     sign_counts,

@@ -23,6 +23,7 @@ from isoloss.statistics.clusters import slope_within
 from isoloss.statistics.estimate import Estimate
 from isoloss.studies import Experiment, Measurement
 from isoloss.studies.claims import Contrast, Trend
+from isoloss.studies.plan import Expected
 from isoloss.studies.results import Checkpoint, Pair, Results, combined
 
 # what is added to a unit's seed: for what follows its first run, and for the measures. Units of one language have
@@ -58,6 +59,8 @@ class Design:
 
     description: str  # what it is for and how long it takes
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the measures
+    # that training and measuring a run took in a draw, which the plan of the next one says; None: a rough guess
+    seconds: tuple[float, float] | None = None
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -72,10 +75,19 @@ class Design:
     def experiments(self) -> dict[str, Experiment]:
         """Every arm of every unit, after the run that it goes on from."""
         return {
-            unit.run(arm): dataclasses.replace(experiment, block=unit.block, after=_goes_on_from(experiment.config))
+            unit.run(arm): dataclasses.replace(
+                self._with_seconds(experiment), block=unit.block, after=_goes_on_from(experiment.config)
+            )
             for unit in self.units
             for arm, experiment in self.arms(unit).items()
         }
+
+    def _with_seconds(self, experiment: Experiment) -> Experiment:
+        if self.seconds is None:
+            return experiment
+        training, measuring = (Expected(seconds=each) for each in self.seconds)
+        parts = tuple(dataclasses.replace(part, expected=measuring) for part in experiment.measurements)
+        return dataclasses.replace(experiment, measurements=parts, expected=training)
 
     def measurement(
         self, unit: Unit, measures: Iterable[str], *steps: int | Literal["last"], **more: Any

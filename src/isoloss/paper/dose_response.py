@@ -192,7 +192,8 @@ SETTINGS: Mapping[str, Any] = {
     **{"num_sequences": 512, "probe_draws": 16, "probe_regularization": (0.1,)},
 }
 LAPTOP = DoseResponse(
-    description="half an hour on two cores",
+    description="about 50 minutes on two cores",
+    seconds=(14.0, 7.0),
     language=LANGUAGE,
     grammars=tuple(range(850, 874)),
     base_kl=5e-4,
@@ -217,6 +218,7 @@ SCALES: Mapping[str, DoseResponse] = {
     "demo": dataclasses.replace(
         LAPTOP,
         description="two minutes on two cores: two grammars, at a higher loss; too few for a verdict",
+        seconds=None,
         grammars=(840, 841),
         base_kl=6e-3,
         target_kl=3e-3,
@@ -230,6 +232,7 @@ SCALES: Mapping[str, DoseResponse] = {
     "smoke": dataclasses.replace(
         LAPTOP,
         description="a minute on two cores: every part runs, no verdict is given",
+        seconds=None,
         language=dataclasses.replace(LANGUAGE, symbols_per_level=3, rules_per_symbol=3, vocab_size=6),
         grammars=(890, 891),
         layers=1,

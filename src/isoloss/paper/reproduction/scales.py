@@ -269,7 +269,7 @@ SMOKE = Reproduction(
 
 _LAPTOP_TEXT = ("d32", _settings(1_024, 1_024, 512, 256, finetune_epochs=2))
 LAPTOP = Reproduction(
-    description="half an hour on two cores",
+    description="about 45 minutes on two cores",
     datasets=(
         _small_pcfg(
             *(range(710, 716), ("d16", "d32", "d64"), _settings(2_048, 4_096, 4_096, 256)),
