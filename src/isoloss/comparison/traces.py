@@ -43,7 +43,7 @@ from isoloss.text.clusters import Blocks
 
 Model = nn.Module | Callable[[], nn.Module]
 
-_CHUNK = 1 << 22  # logits widened at a time
+_SMALLEST = 1e-18  # square root of a probability that is taken for exact
 _MINIMAL = ("minimal-trace", "minimal_without_embeddings")
 
 
@@ -455,23 +455,23 @@ class WithLoss(ExactLabels):
             influence=result.influence.numpy(),
         )
 
-    def _probe(
-        self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _root_probabilities(self, predictions: Predictions, probe: int) -> torch.Tensor:
+        root_p = super()._root_probabilities(predictions, probe)
         # all probes have the same logits
         if probe == 0:
-            nats = _surprisal(predictions.logits, predictions.targets).cpu()
-            self._nats.index_add_(0, predictions.rows.cpu(), nats)
-        return super()._probe(predictions, positions, first, probe, keep=keep)
+            self._nats.index_add_(0, predictions.rows.cpu(), _surprisal(root_p, predictions).cpu())
+        return root_p
 
 
-def _surprisal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return (m,) float64: the cross-entropy of each position in nats, without a second buffer of logits."""
-    rows = max(1, _CHUNK // logits.shape[1])
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    parts = zip(torch.split(logits.detach(), rows), torch.split(targets, rows), strict=True)
-    losses = [nn.functional.cross_entropy(part.to(wide), target, reduction="none") for part, target in parts]
-    return torch.cat(losses).double()
+def _surprisal(root_p: torch.Tensor, predictions: Predictions) -> torch.Tensor:
+    """Return (m,) float64: the cross-entropy of each position in nats, from the square roots of the probabilities."""
+    given = root_p[torch.arange(len(root_p), device=root_p.device), predictions.targets].double()
+    nats = -2 * given.log()
+    # float32 holds a probability near 0 with few digits, or not at all
+    if len(rows := (given < _SMALLEST).nonzero()[:, 0]):
+        logits = predictions.logits.detach()[rows].to(root_p.dtype)
+        nats[rows] = nn.functional.cross_entropy(logits, predictions.targets[rows], reduction="none").double()
+    return nats
 
 
 def named_models(models: Mapping[str, Model | str] | Sequence[str]) -> dict[str, Model | str]:

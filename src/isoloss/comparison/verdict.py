@@ -65,6 +65,7 @@ REASONS: Mapping[Reason, str] = {  # why no model is called the flattest, in a f
 # of two models: the 95 % interval of their difference then ends before 0
 _SURE = 0.975  # the probability from which a model's trace is the smallest
 _NEGLIGIBLE = 0.01  # of a standard error
+_MOST_PAIRED = 20  # models whose differences are all in JSON
 _MOST_NAMED = 3  # models whose losses are given one by one
 _SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
 
@@ -167,14 +168,17 @@ class TraceComparison(Tabular):
     @functools.cached_property
     def originals(self) -> dict[str, str]:
         """For each model the first one that is the same function, or itself."""
-        weights, architectures = self.weights, self.architectures
+        weights, architectures, losses = self.weights, self.architectures, self.of("loss")
         found: dict[str, str] = {}
 
         def are_one(one: str, other: str) -> bool:
             # another config makes another function of the same weights, however near the losses of small weights are
             is_other_function = weights[one] == weights[other] and architectures[one] != architectures[other]
             is_made = not {one, other}.isdisjoint(self.interpolated)
-            return not is_made and not is_other_function and _is_rounding(self.difference("loss", one, other))
+            is_near = abs(losses[one].value - losses[other].value) < _SAME_NATS  # else the difference is no rounding
+            return (
+                is_near and not is_made and not is_other_function and _is_rounding(self.difference("loss", one, other))
+            )
 
         for name in weights:
             found[name] = next((one for one in dict.fromkeys(found.values()) if are_one(one, name)), name)
@@ -190,10 +194,14 @@ class TraceComparison(Tabular):
     def warning(self) -> str:
         """That one input makes up much of the error of a trace or of a difference of two; empty where none does."""
         estimates: dict[str, Estimate] = {}
+        places = {model: place for place, model in enumerate(self.models)}
         for name in self.traces:
             words = name.replace("-", " ")
             estimates |= {f"the {words} of {model}": estimate for model, estimate in self.of(name).items()}
-            for first, second in itertools.combinations(self.models, 2):
+            # those that the verdict and the table are about: all pairs of a thousand models would take minutes
+            best, *others = self.ranking(name)
+            for other in others:
+                first, second = sorted((best, other), key=places.__getitem__)
                 difference = self.difference(name, first, second)
                 estimates[f"the difference in {words} of {first} and {second}"] = difference
         return rarity(estimates)
@@ -270,7 +278,13 @@ class TraceComparison(Tabular):
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the models' estimates, their differences, rankings and probabilities as JSON types."""
+        """Return the models' estimates, their differences, rankings and probabilities as JSON types.
+
+        Of more than 20 models, the differences are those from the first one.
+        """
+        first, *others = self.models
+        pairs = itertools.combinations(self.models, 2) if len(others) < _MOST_PAIRED else ((first, o) for o in others)
+        paired = list(pairs)
         return {
             "models": {model: {name: e.to_dict() for name, e in each.items()} for model, each in self.models.items()},
             "pairs": [
@@ -280,11 +294,11 @@ class TraceComparison(Tabular):
                     "log_ratio": None if ratio is None else ratio.to_dict(),
                 }
                 for name in self.paired
-                for first, second in itertools.combinations(self.models, 2)
+                for first, second in paired
                 for ratio in [self.log_ratio(name, first, second)]
             ],
             "ranking": {name: list(self.ranking(name)) for name in self.names},
-            "probability_of_smallest": {name: dict(self.probability_of_smallest(name)) for name in self.paired},
+            "probability_of_smallest": {name: dict(self.probability_of_smallest(name)) for name in self.traces},
             "weights": dict(self.weights),
             "architectures": dict(self.architectures),
             "no_minimal": self.no_minimal,

@@ -290,13 +290,13 @@ class ExactLabels(PerSequence):
     def _probe(
         self, predictions: Predictions, positions: torch.Tensor, first: int, probe: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cotangent, variates = controls.root_probabilities(predictions.logits), None
+        cotangent, variates = self._root_probabilities(predictions, probe), None
         if predictions.hidden is not None and predictions.decoder is not None:
             variates = controls.Controls(
                 cotangent, predictions.hidden, predictions.decoder, predictions.rows, len(positions)
             )
         # before the whole backward pass, which frees the graph as it goes
-        others = [] if variates is None else self._tail(predictions, variates, positions, first, probe)
+        others = [] if variates is None else self._tail(predictions, cotangent, variates, positions, first, probe)
         indices = range(first, first + len(positions))
         controls.exact_labels_(cotangent, positions, indices, seed=self.seed, probe=probe)
         norms = self._predictor.squared_norms(
@@ -308,9 +308,14 @@ class ExactLabels(PerSequence):
             cotangent, norms.hidden_cotangent, norms.intermediate_cotangents, others
         )
 
+    def _root_probabilities(self, predictions: Predictions, probe: int) -> torch.Tensor:
+        """Return (m, V) the square roots of the probabilities, for one probe."""
+        return controls.root_probabilities(predictions.logits)
+
     def _tail(
         self,
         predictions: Predictions,
+        root_p: torch.Tensor,
         variates: controls.Controls,
         positions: torch.Tensor,
         first: int,
@@ -326,7 +331,7 @@ class ExactLabels(PerSequence):
         streams = controls.streams_of(positions, logits.shape[1], indices, "tail", probe)
         results = []
         for octets in controls.packed_probes(streams, logits.device, self.seed, copies=number):
-            cotangent = controls.with_probe_(controls.root_probabilities(logits), positions, octets)
+            cotangent = controls.with_probe_(root_p.clone(), positions, octets)
             hidden, intermediate = tail_cotangents(predictions, intermediates[0], cotangent)
             results.append((intermediate, variates.squares(cotangent, hidden)))
         return results
