@@ -565,7 +565,7 @@ def dose_response(results: Results, shown: Sequence[tuple[str, str]]) -> Spec:
     for title, key in shown:
         thin = [row for name, some in of_grammar.items() for row in _curve(scale, some, [name], "Penalty", key)]
         # the penalty last: at the sham, where all begin, its marker is on top
-        means = [row for series in reversed(SERIES) for row in _curve(scale, pairs, clusters, series, key)]
+        means = [row for series in reversed([*SERIES]) for row in _curve(scale, pairs, clusters, series, key)]
         across = [row[name] for row in (*thin, *means) for name in ("trace", "trace_low", "trace_high") if name in row]
         up = [row[name] for row in (*thin, *means) for name in ("value", "low", "high") if name in row]
         x = charts.axis("trace", "Minimal trace over the sham's (left: flatter)", data.ends(across, log=True), log=True)
