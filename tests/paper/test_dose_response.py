@@ -187,7 +187,7 @@ def test_the_claims_are_judged_by_slopes(results):
     (trend,) = claims["trend"].answers
     assert trend.verdict.value == "contradicted"
     assert str(trend.difference).endswith("points per halving")
-    assert claim_table(claims["trend"])[0][4] == "slope (points per halving)"
+    assert claim_table(claims["trend"])[0][2] == "slope (points per halving)"
     assert claim_table(claims["flatter"])[0][4] == "difference (nats/token)"
     assert "fitted within 10 groups of 7 models; 95 % interval over 5 grammars" in trend.explanation
     assert claims["flatter"].verdict == claims["helper"].verdict == claims["wider"].verdict == "shown"
@@ -212,7 +212,8 @@ def test_a_dose_that_missed_the_target_is_named_beside_the_figure(results):
         key = (name := unit.run("flat-3")), results.last_step(name)
         missed[key] = {**missed[key], "kl": dataclasses.replace(missed[key]["kl"], value=2 * FEW.target_kl)}
     figure, _ = page.parts(type(results)(FEW, missed, results.folder)).figures
-    assert "the mean KL is above the target of 0.0003 with Penalty +0.004 (0.0006). Thin: " in figure.caption
+    missed = "; of 10 runs of each arm, a KL more than 10 % above the target have 10 of Penalty +0.004. Thin: "
+    assert missed in figure.caption
     figure, _ = page.parts(results).figures
     assert "not adjusted to one loss. Thin: the penalty's arms of each of 5 grammars." in figure.caption
 

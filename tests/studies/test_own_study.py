@@ -208,13 +208,20 @@ def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path)
     carry_out(folder.plan(), folder.path)
     validated = folder.results().run("without").stages()[0]
     reached = rounded(validated["validation_kl_nats"], validated["validation_kl_stderr"])
-    told = (
-        f"1 of 1 runs missed a target (without: stage 1 ended after step 2 with a KL of {reached} nats per predicted "
-        "token, above its target of 1e-09). To go on until it is reached, raise the steps of these stages in the "
-        "study, and run isoloss study run dropout.py --scale tiny --folder out-longer"
+    sentence = f"stage 1 ended after step 2 with a KL of {reached} nats per predicted token, above its target of 1e-09"
+    summary = folder.summary()
+    assert summary.warning == ""
+    assert summary.missed.line == "1 of 1 runs missed a target: 1 of without"
+    assert summary.missed.runs == {"without": [sentence]}
+    assert summary.missed.next_step == (
+        "To go on until it is reached, raise the steps of these stages in the study, and run isoloss study run "
+        "dropout.py --scale tiny --folder out-longer"
     )
-    assert folder.summary().warning == told
-    assert told in report(folder)[0].read_text()
+    page = report(folder)[0].read_text()
+    assert 'class="banner"' not in page
+    assert (
+        f"<summary>{summary.missed.line}</summary>\n<p>without: {sentence}.</p>\n<p>{summary.missed.next_step}" in page
+    )
 
 
 @pytest.mark.parametrize(

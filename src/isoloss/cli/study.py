@@ -830,7 +830,7 @@ def _emit_summary(folder: StudyFolder, page: Path, results: Results, summary: Su
         return 0
     print_summary(folder.study.title or folder.study.name, summary)
     if results.blocks_done < results.blocks:
-        common.say(f"partial: {results.blocks_done} of {results.blocks} blocks are done; verdicts follow when all are")
+        common.say(f"Partial: {results.blocks_done} of {results.blocks} blocks are done. {folder.follows}".rstrip())
     common.say(f"page: {page}")
     return 0
 
@@ -852,6 +852,8 @@ def print_summary(title: str, summary: Summary) -> None:
             common.say(f"{SIGNS[tone]} {name}: {words}")
     if summary.warning:
         common.say_wrapped(summary.warning)
+    if summary.missed is not None:
+        common.say_wrapped(". ".join(filter(None, (summary.missed.line, summary.missed.next_step))))
 
 
 def _row(each: Repeated) -> tuple[str, ...]:

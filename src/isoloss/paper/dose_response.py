@@ -505,7 +505,12 @@ def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
 
 # --- the page --------------------------------------------------------------------------------------------------------
 
-SERIES: Mapping[str, Sequence[str]] = {"Penalty": DOSES, "Entropy of the features": (NARROWER, SHAM, WIDER)}
+SERIES: Mapping[str, Sequence[str]] = {
+    "Penalty": DOSES,
+    "Less entropy of the features": (NARROWER, SHAM),
+    "More entropy of the features": (SHAM, WIDER),
+}
+MARKERS = ("circle", "triangle-down", "triangle-up")  # the two of entropy lie at about one trace
 Row = dict[str, Any]
 
 
@@ -518,36 +523,32 @@ def _figures(results: Results) -> list[Figure]:
     scale: DoseResponse = results.scale
     if not (units := scale.complete(results)):
         return []
-    kl = {arm: statistics.fmean(end["kl"].value for end in scale.at_end(results, arm)) for arm in DOSES}
-    above = [f"{scale.titles[arm]} ({mean:.2g})" for arm, mean in kl.items() if mean > 1.1 * scale.target_kl]
-    first = [
-        ("Accuracy, mean of the prefix probes: change (points)", TRANSFER),
-        ("Effective rank: change", "effective-rank"),
-    ]
-    others = {**scale.probes, "prefix probes, features of one variance": INVARIANT}
+    counts = {arm: num_above_target(scale.at_end(results, arm), scale.target_kl) for arm in ARMS}
+    above = [f"{count} of {scale.titles[arm]}" for arm, count in counts.items() if count]
+    first = [("Accuracy, mean of the prefix probes", TRANSFER), ("Effective rank", "effective-rank")]
+    others = {**scale.probes, "prefix probes, one variance": INVARIANT}
     return [
         Figure(
             name="dose-response",
             title="Few-shot accuracy and effective rank by flatness",
             chart=dose_response(results, first),
             caption="Differences from the sham, whose penalty has weight 0, not adjusted to one loss"
-            + (f"; the mean KL is above the target of {scale.target_kl:g} with {', '.join(above)}" if above else "")
-            + f". Thin: the penalty's arms of each of {num_languages(units)} grammars. Thick: means over grammars.",
+            + (f"; of {len(units)} runs of each arm, a KL more than 10 % above the target have " if above else "")
+            + f"{', '.join(above)}. Thin: the penalty's arms of each of {num_languages(units)} grammars. Thick: means "
+            "over grammars.",
         ),
         Figure(
             name="dose-response-others",
             title="Each probe",
-            chart=dose_response(
-                results, [(f"Accuracy, {title}: change (points)", key) for title, key in others.items()]
-            ),
-            caption="As above. needed-2 asks for what later tokens need of the first two tokens, spare-2 for what they "
-            "do not need.",
+            chart=dose_response(results, [(f"Accuracy, {title}", key) for title, key in others.items()]),
+            caption="As above; in the last panel, all features are scaled to one variance. needed-2 asks for what "
+            "later tokens need of the first two tokens, spare-2 for what they do not need.",
         ),
     ]
 
 
 def dose_response(results: Results, shown: Sequence[tuple[str, str]]) -> Spec:
-    """Return a panel for each measure, given by the title of its axis and its key.
+    """Return a panel for each measure, given by its title and its key.
 
     It has the difference from the sham against the minimal trace over the sham's.
     """
@@ -562,14 +563,17 @@ def dose_response(results: Results, shown: Sequence[tuple[str, str]]) -> Spec:
     }
     colors = {"domain": list(SERIES), "range": list(data.COLORS[: len(SERIES)])}
     color = nominal("series", title=None, scale=colors)
+    shape = nominal("series", title=None, scale={"domain": list(SERIES), "range": list(MARKERS)})
     panels = []
     for title, key in shown:
         thin = [row for name, some in of_grammar.items() for row in _curve(scale, some, [name], "Penalty", key)]
-        means = [row for series in SERIES for row in _curve(scale, pairs, clusters, series, key)]
+        # the penalty last: at the sham, where all begin, its marker is on top
+        means = [row for series in reversed([*SERIES]) for row in _curve(scale, pairs, clusters, series, key)]
         across = [row[name] for row in (*thin, *means) for name in ("trace", "trace_low", "trace_high") if name in row]
         up = [row[name] for row in (*thin, *means) for name in ("value", "low", "high") if name in row]
         x = charts.axis("trace", "Minimal trace over the sham's (left: flatter)", data.ends(across, log=True), log=True)
-        y = charts.axis("value", title, data.ends([0.0, *up], log=False))
+        unit = " (points)" if key != "effective-rank" else ""
+        y = charts.axis("value", f"Change from the sham{unit}", data.ends([0.0, *up], log=False))
         order = {"field": "dose", "type": "quantitative"}
         line = {"x": x, "y": y, "color": color, "order": order}
         rule = {"type": "rule", "strokeWidth": charts.RULE}
@@ -583,11 +587,11 @@ def dose_response(results: Results, shown: Sequence[tuple[str, str]]) -> Spec:
             layer(
                 means,
                 {"type": "point", "filled": True, "size": charts.POINT, "opacity": 1},
-                **{"x": x, "y": y, "color": color},
+                **{"x": x, "y": y, "color": color, "shape": shape},
                 tooltip=[nominal(name) for name in ("arm", "minimal trace", "difference")],
             ),
         ]
-        panels.append({"layer": layers})
+        panels.append({"layer": layers, "title": title})
     return charts.concat(panels, "Bars: 95 % confidence intervals over grammars")
 
 
@@ -642,10 +646,10 @@ STUDY = Study(
     title="At one loss, does a flatter model transfer better, and a sharper one worse?",
     lead=(
         "Small masked language models that fit their grammar almost perfectly are made flatter, or sharper, by a "
-        "penalty on the logarithm of the trace of the Fisher information, which stays on until the end. All end at one "
-        "KL to the truth. Transfer: accuracy of a linear probe on 30 or 100 examples, tested on every sentence. The "
-        "task prefix-2 is the most likely symbol of the grammar above the first two tokens, prefix-4 the one above all "
-        "four.",
+        "penalty on the logarithm of the trace of the Fisher information, which stays on until the end. All are "
+        "trained to one KL to the truth; runs that missed it are counted. Transfer: accuracy of a linear probe on 30 "
+        "or 100 examples, tested on every sentence. The task prefix-2 is the most likely symbol of the grammar above "
+        "the first two tokens, prefix-4 the one above all four.",
         "Every arm goes on from one base. The sham has a penalty of weight 0; two arms raise or lower the entropy of "
         "the features' spectrum, and so their effective rank; the helper is trained with a downstream task and shows "
         "that the probe can see a difference. The minimal trace is the trace's minimum over rescalings of the weights "

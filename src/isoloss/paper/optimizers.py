@@ -679,7 +679,7 @@ STUDY = Study(
     title="At one loss and across optimizers, does transfer go with flatness or with effective rank?",
     lead=(
         "Small causal language models (Llama) on grammars with roughly Zipfian token frequencies, trained by eight "
-        "optimizers with three learning rates each until the KL to the true conditionals is the same. Measures: the "
+        "optimizers with three learning rates each, all to one KL to the true conditionals. Measures: the "
         "trace of the Fisher information, its minimum over rescalings of the weights that change no prediction, parts "
         "of this minimal trace, the curvature along the optimizer's own next update (directional sharpness), and the "
         "effective rank of the features (RankMe).",

@@ -99,14 +99,16 @@ def page(
     cards: Sequence[Card] = (),
     sections: Sequence[Section] = (),
     banner: str = "",
+    note: Markup | None = None,
     end: Markup | None = None,
 ) -> str:
     """Return one HTML document.
 
     The `title` is a question, and the `lede` one sentence that defines every word that the title and the cards use. The
     cards are the answers, three at best, the most important first. The first section, not folded, is what the reader
-    sees below them: a figure. A `banner` is a warning above the cards, e.g. that the numbers mean nothing yet; `end` is
-    markup before the end of the document, such as scripts that draw charts, which may not load anything.
+    sees below them: a figure. A `banner` is a warning above the cards, e.g. that the numbers mean nothing yet; a `note`
+    is small markup below them; `end` is markup before the end of the document, such as scripts that draw charts, which
+    may not load anything.
     """
     ids: dict[str, Section] = {}
     for section in sections:
@@ -116,7 +118,7 @@ def page(
         ids[next(name for name in itertools.chain([plain], numbered) if name not in ids)] = section
     return environment().get_template("page.html.j2").render(
         **{"title": title, "lede": lede, "cards": cards, "sections": ids, "banner": banner},
-        **{"end": end, "signs": SIGNS},
+        **{"note": note, "end": end, "signs": SIGNS},
     )  # fmt: skip
 
 

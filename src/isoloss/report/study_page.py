@@ -53,13 +53,14 @@ def render(
     settings: Mapping[str, str],
     configs: Mapping[str, str] | None = None,
     banner: str = "",
+    note: Markup | None = None,
 ) -> str:
     """Return a study's page as one HTML document; the scripts that draw the charts (about 0.9 MB) are inside.
 
     The first figure comes first, then the sections that are not folded, the other figures, the folded sections, every
     checkpoint, and how the study was made: the `settings` by name and the `command` that makes the page again. `table`
     has every evaluated checkpoint, as `isoloss.report.data.prepare` takes it, and `shown` the measures to show;
-    `configs` the resolved config of each run, as TOML. Title, lede, cards and banner are those of
+    `configs` the resolved config of each run, as TOML. Title, lede, cards, banner and note are those of
     `isoloss.report.html.page`.
     """
     drawn = drawings(figures)
@@ -84,6 +85,7 @@ def render(
         lede=lede,
         cards=cards,
         banner=banner,
+        note=note,
         sections=[
             *first,
             *(each for each in sections if not each.folded),

@@ -108,6 +108,8 @@ def card_of(label: str, result: ClaimResult) -> Card:
         # an effect may be shown and small, and beside what is not shown stands the positive control
         if (verdict := result.words(answer)) != answer.verdict.value:
             words.append(verdict)
+        elif answer.positive_control:
+            words.append(answer.positive_control)
     if more:
         words.append(f"{more} more case{'s' * (more > 1)} below")
     return Card(label=label, value=value, detail="; ".join(words), tone=tone)

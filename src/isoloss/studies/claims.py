@@ -26,6 +26,7 @@ from isoloss.studies.plan import AnyScale, call_study_hook
 from isoloss.studies.results import UNITS, Checkpoint, Pair, Results, change, common_measures, loss_key, mean
 
 ALPHA = 0.05  # the level of all tests
+CONTROL_SHOWN = "positive control shown"
 
 Direction = Literal["decrease", "increase", "no change within"]
 Role = Literal["manipulation check", "positive control", "primary", "secondary"]
@@ -217,8 +218,7 @@ class Trend:
         return (
             f"Slope of {key} with each {self.per} of the {self.along.replace('-', ' ')}{given}, fitted within "
             f"{len(self.groups)} groups of {len(self.groups[0])} models; 95 % interval over {measured.samples} "
-            f"{self.clusters_are} (t with {measured.samples - 1} degrees of freedom). The two means beside it are of "
-            "the first and the last model of each group alone."
+            f"{self.clusters_are} (t with {measured.samples - 1} degrees of freedom)."
         )
 
     def named(self, factor: float) -> str:
@@ -525,7 +525,9 @@ class ClaimResult:
             return f"{answer.verdict.value}, and smaller than {size}"
         if answer.withheld:
             return f"{answer.verdict.value}: {answer.withheld}"
-        return answer.verdict.value + (f"; {answer.positive_control}" if answer.positive_control else "")
+        # that it is shown, the page says once
+        control = "" if answer.positive_control == CONTROL_SHOWN else answer.positive_control
+        return answer.verdict.value + (f"; {control}" if control else "")
 
 
 # --- the rule of a verdict -------------------------------------------------------------------------------------------
@@ -800,7 +802,7 @@ def in_sequence(results: Sequence[ClaimResult], tests: int) -> tuple[ClaimResult
         passing = DECIDED if claim.role == "primary" else {Verdict.SHOWN}
         is_passed = bool(gate) and all(own[i].verdict in passing for i in gate)
         if claim.role == "positive control" and not ended[0]:
-            control = f"positive control {'shown' if is_passed else 'not shown'}"
+            control = CONTROL_SHOWN if is_passed else "positive control not shown"
         if not is_passed and not ended[0]:
             ended = _reason(claim, [own[i] for i in gate])
     secondary = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -24,7 +25,7 @@ from isoloss.studies.claims import ClaimResult, check_claims, claims_sha256, jud
 from isoloss.studies.plan import Experiment, Measurement, Resources, Unit, call_study_hook
 from isoloss.studies.results import Results, run_of
 from isoloss.studies.study import Study
-from isoloss.studies.summary import Family, Summary, checkpoint_tables, control_tables
+from isoloss.studies.summary import Family, MissedTargets, Summary, checkpoint_tables, control_tables
 
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
 CLAIMS = "claims"  # the key in study.json of each claim's hash at the start
@@ -36,7 +37,7 @@ STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with t
 COMPILED = 3.0  # how many times as fast compiled runs train
 TO_TARGET = 1 / 8  # of its steps, that a stage with a target makes: they are the most that it may make
 _NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not decide its results
-_MAX_NAMED = 3  # of the runs that missed a target
+_MAX_NAMED = 4  # of the arms with runs that missed a target
 
 
 class StudyFolder:
@@ -300,6 +301,11 @@ class StudyFolder:
         return self.study.has_verdicts(self.scale_name)
 
     @property
+    def follows(self) -> str:
+        """What a page of some of its blocks says is still to come; empty if there will be no verdicts."""
+        return "Verdicts follow when all are." if self.study.claims and self.has_verdicts else ""
+
+    @property
     def secondary_tests(self) -> int | None:
         """How many secondary tests the study plans; None: it tests no claims."""
         return planned_tests(self.study.claims, self.scale) if self.study.claims else None
@@ -319,7 +325,7 @@ class StudyFolder:
         study, results = self.study, results or self.results()
         tables = checkpoint_tables(results) if study.tables is None else self._call_hook("tables", results)
         claims = self.claims(results)
-        warnings = [self._changed_claims(), self._missed_targets(results), results.identical]
+        warnings = [self._changed_claims(), results.identical]
         if not self.has_verdicts:
             warnings.insert(
                 0,
@@ -341,6 +347,7 @@ class StudyFolder:
             else None,
             warning=" ".join(filter(None, warnings)),
             answer=self._answer(claims, results) if is_answered else (),
+            missed=self._missed_targets(results),
         )
 
     def _answer(self, claims: Sequence[ClaimResult], results: Results) -> tuple[Card, ...]:
@@ -372,8 +379,8 @@ class StudyFolder:
         named = f"These claims were changed after this study was started: {', '.join(changed)}."
         return named if changed else "The order of the claims was changed after this study was started."
 
-    def _missed_targets(self, results: Results) -> str:
-        """A warning about runs that missed their target loss, with the next step; empty if none did."""
+    def _missed_targets(self, results: Results) -> MissedTargets | None:
+        """Return the runs that missed their target loss, with the next step; None if none did."""
         missed = {
             name: missed
             for name, experiment in results.experiments.items()
@@ -381,13 +388,20 @@ class StudyFolder:
             and (missed := results.run(name).missed_targets(experiment.config))
         }
         if not missed:
-            return ""
-        named = "; ".join(f"{name}: {', '.join(each)}" for name, each in itertools.islice(missed.items(), _MAX_NAMED))
-        more = f"; and {len(missed) - _MAX_NAMED} more" if len(missed) > _MAX_NAMED else ""
-        return (
-            f"{len(missed)} of {len(results.experiments)} runs missed a target ({named}{more}). To go on "
-            "until it is reached, raise the steps of these stages in the study, and run "
-            f"{self.command} --folder {self.path.name}-longer"
+            return None
+        by_arm = Counter(results.experiments[name].group or name for name in missed).most_common()
+        named = ", ".join(f"{count} of {arm}" for arm, count in by_arm[:_MAX_NAMED])
+        more = sum(count for _, count in by_arm[_MAX_NAMED:])
+        # no file names a path of this machine
+        folder = self.path.name if self.path.is_absolute() else self.path
+        return MissedTargets(
+            line=f"{len(missed)} of {len(results.experiments)} runs missed a target: {named}"
+            + (f", {more} of other arms" if more else ""),
+            runs=missed,
+            next_step="To go on until it is reached, raise the steps of these stages in the study, and run "
+            f"{self.command} --folder {folder}-longer"
+            if self.has_verdicts
+            else "",
         )
 
 

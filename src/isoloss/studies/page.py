@@ -21,11 +21,11 @@ from isoloss.report.html import table as html_table
 from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
 from isoloss.studies.answer import Comparison, claim_rows, detail, format_difference, setup, title_of
-from isoloss.studies.claims import RULE, ClaimResult, Verdict, gates
+from isoloss.studies.claims import CONTROL_SHOWN, RULE, ClaimResult, Verdict, gates
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.results import CheckpointEstimate, Results
 from isoloss.studies.study import PageParts
-from isoloss.studies.summary import VERDICT, Summary, SummaryTable, claim_table, explanations
+from isoloss.studies.summary import VERDICT, MissedTargets, Summary, SummaryTable, claim_table, explanations
 
 _BREAK = Markup("<br>")
 
@@ -58,7 +58,7 @@ def write(
     study, interim = folder.study, ""
     if results.blocks_done < results.blocks:
         blocks = f"blocks ({study.block_name})" if study.block_name else "blocks"
-        interim = f"Partial: {results.blocks_done} of {results.blocks} {blocks} are done. Verdicts follow when all are."
+        interim = f"Partial: {results.blocks_done} of {results.blocks} {blocks} are done. {folder.follows}".rstrip()
     show: Any = study.page or default_parts
     parts: PageParts = (pkgutil.resolve_name(show) if isinstance(show, str) else show)(results)
     figures = [dataclasses.replace(figure, formats=formats) for figure in parts.figures]
@@ -75,6 +75,7 @@ def write(
         title=study.title or study.name,
         lede=lede,
         banner=" ".join(filter(None, (summary.warning, interim))),
+        note=None if summary.missed is None else _missed(summary.missed),
         cards=summary.answer,
         figures=figures,
         sections=[
@@ -97,6 +98,14 @@ def write(
     files.write_text(path, document)
 
 
+def _missed(missed: MissedTargets) -> Markup:
+    """Return one line, which opens to the runs that missed their targets and the next step."""
+    runs = "; ".join(f"{name}: {', '.join(each)}" for name, each in missed.runs.items())
+    return Markup("<div class='note missed'><details><summary>{}</summary>\n<p>{}.</p>\n{}</details></div>").format(
+        missed.line, runs, Markup("<p>{}</p>\n").format(missed.next_step) if missed.next_step else ""
+    )
+
+
 def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[Section]:
     """Return the section with a row for each claim or, without claims, for each difference between runs."""
     if summary.claims:
@@ -104,7 +113,9 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
             "± is one standard error. In the small plots the line is the 95 % interval, the shaded range what the "
             "claim states, and the dashed line no difference."
         )
-        return [Section(title="Claims", body=interval_rows(claim_rows(summary.claims)) + note)]
+        return [
+            Section(title="Claims", body=_control(summary.claims) + interval_rows(claim_rows(summary.claims)) + note)
+        ]
     comparison = Comparison(results)
     rows = [] if interim else comparison.rows()
     if not rows:
@@ -121,6 +132,13 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
         )
     )
     return [Section(title="Differences", body=interval_rows(rows) + note)]
+
+
+def _control(results: Sequence[ClaimResult]) -> Markup:
+    """Return what the positive control says of every claim that is not shown; empty unless it is shown."""
+    if all(answer.positive_control != CONTROL_SHOWN for result in results for answer in result.answers):
+        return Markup()
+    return Markup("<p>The positive control is shown: the study finds an effect that is known to be there.</p>\n")
 
 
 def _beside_the_paper(results: Sequence[ClaimResult], needs: Mapping[str, str]) -> list[Section]:

@@ -65,6 +65,15 @@ class Family:
     secondary_tests: int  # how many the study has, made or not
 
 
+@dataclass(frozen=True, kw_only=True)
+class MissedTargets:
+    """The runs whose training ended above its target loss."""
+
+    line: str  # how many, and how many of each arm
+    runs: Mapping[str, Sequence[str]]  # by run: a sentence for each stage that missed its target
+    next_step: str  # how to go on until the target is reached; empty at a scale without verdicts
+
+
 @dataclass(frozen=True)
 class Summary:
     """Summary of a study's results."""
@@ -74,6 +83,7 @@ class Summary:
     family: Family | None = None  # what the verdicts share; None: there are no claims
     warning: str = ""  # that no verdict is given at this scale, or that models are identical
     answer: Sequence[Card] = ()  # the study's answer
+    missed: MissedTargets | None = None  # None: all runs reached their targets
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON types."""
@@ -90,6 +100,7 @@ class Summary:
             ],
             "family": self.family and dataclasses.asdict(self.family),
             "warning": self.warning,
+            "missed_targets": self.missed and dataclasses.asdict(self.missed),
             "answer": [dataclasses.asdict(card) for card in self.answer],
         }
 
@@ -206,11 +217,14 @@ def _headings(result: ClaimResult) -> list[str]:
     first, second = names.pop() if len(names) == 1 else ("first", "second")
     factor = result.claim.factor
     difference = "difference" if factor == 1 else f"{second} minus {factor:g} times {first}"
-    found = [answer.difference.unit for answer in result.answers if answer.difference is not None]
-    if any(unit.endswith((" per halving", " per doubling")) for unit in found):
+    if any(map(_is_slope, result.answers)):
         difference = "slope"  # it is not the second number minus the first
     about = ("95 % interval", "p", "adjusted p", "adjusted p of no effect", "found with 80 % power", "smaller than")
     return ["case", VERDICT, first, second, difference, *about, "at the same loss"]
+
+
+def _is_slope(answer: Answer) -> bool:
+    return answer.difference is not None and answer.difference.unit.endswith((" per halving", " per doubling"))
 
 
 def _cells(result: ClaimResult, answer: Answer) -> list[tuple[str, str]]:
@@ -229,6 +243,9 @@ def _cells(result: ClaimResult, answer: Answer) -> list[tuple[str, str]]:
             "" if answer.adjusted is None else number(answer.adjusted),
         ]
     numbers = [(number(each), UNITS.get(each.unit, each.unit)) for each in answer.numbers.values()]
+    if _is_slope(answer):
+        # a slope is over all models of a group: its first and its last would look like what is compared
+        numbers[:2] = [("", "")] * 2
     return [
         *((text, "") for text in (answer.case, result.words(answer))),
         *(numbers or [("", "")] * 3),

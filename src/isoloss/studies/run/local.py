@@ -42,7 +42,7 @@ def run(loop: Loop, options: Options) -> None:
     where = f"{options.workers} at a time" + (f" on {len(capacity.gpus)} GPUs" if capacity.gpus else "")
     loop.say(f"{len(todo)} of {len(loop.units)} units to do, {where}; their output is in {loop.attempts.folder}")
     running: dict[Attempt, tuple[ForkServerProcess, tuple[str, ...]]] = {}
-    last_message = time.monotonic()
+    last_message, said = time.monotonic(), set[str]()
     try:
         while not loop.finished:
             while capacity.cores > 0 and (attempt := loop.take(capacity.fits)):
@@ -63,7 +63,11 @@ def run(loop: Loop, options: Options) -> None:
                 last_message = time.monotonic()
                 for attempt in running:
                     name, seconds = attempt.unit.name, attempt.seconds
-                    loop.say(f"  {last_lines(attempt.log) or f'{name}: running for {seconds:.0f} s'}")
+                    line = last_lines(attempt.log) or f"{name}: running for {seconds:.0f} s"
+                    # several units may wait for the same, such as a step that is compiled once
+                    if line not in said:
+                        loop.say(f"  {line}")
+                    said.add(line)
     except BaseException:
         _stop(loop, {attempt: process for attempt, (process, _) in running.items()})
         raise
