@@ -22,6 +22,7 @@ from isoloss.lab.languages._pcfg.charts import FoldedRules, Key, Plan, Planner
 # arrays do not overlap); with many more, charts leave the second-level cache.
 LANES = 128
 _FEWEST_LANES = 8  # the widest vector of a processor in float64
+_CHART_BYTES = 1 << 28  # of a long sentence's chart, which then has fewer lanes
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[Any]
@@ -40,6 +41,11 @@ class _FlatPlan:
     starts: Integers  # (Q,) of the parents
     widths: Integers  # (Q,) of the parents
     splits: Integers  # (N, 2): first row of the left and of the right child
+
+    def lanes(self, sentences: int) -> int:
+        """Return how many sentences a chart has room for: fewer where they are few or a chart is large."""
+        most = min(LANES, 1 << (sentences - 1).bit_length(), 1 << (_CHART_BYTES // (8 * self.rows)).bit_length())
+        return max(_FEWEST_LANES, most)
 
     @functools.cached_property
     def is_left(self) -> npt.NDArray[np.bool_]:
@@ -112,7 +118,7 @@ class Kernels:
         if flat is not None:
             total = self._in(z.numpy().dtype).total
             for first, inside, outside in self._charts(flat, tokens, factor, narrowest=1 if leaves else None):
-                z[first : first + LANES] = torch.from_numpy(inside[flat.root, : n - first])
+                z[first : first + inside.shape[1]] = torch.from_numpy(inside[flat.root, : n - first])
                 if leaves:
                     write_scores(scores.numpy(), mass, outside, first, flat.leaves, total, self._score_of)
         return z, scores
@@ -133,12 +139,12 @@ class Kernels:
             tables = self._in(numbers[1].dtype)
             rules = (self._pairs, self._targets, tables.weights)
             above = self._above(plan, flat, numbers[1].dtype)
-            lanes = min(LANES, max(_FEWEST_LANES, n))
-            inside, outside = (np.empty((rows, lanes), dtype=numbers[1].dtype) for rows in (flat.rows, above.rows))
+            inside = np.empty((flat.rows, flat.lanes(n)), dtype=numbers[1].dtype)
+            outside = np.empty((above.rows, inside.shape[1]), dtype=inside.dtype)
             leaves = flat.leaves[flat.leaves[:, 1] < length]
             # what ends before the last token is a left sibling, and what begins before the end may be above a token
             left, open_ = flat.parts[flat.is_left & (flat.starts + flat.widths < length)], above.starts < length
-            for first in range(0, n, LANES):
+            for first in range(0, n, inside.shape[1]):
                 fill_leaves(inside, *numbers, first, tables.emission, leaves)
                 fill_inside(inside, left, flat.splits, *rules)
                 outside.fill(0)
@@ -155,7 +161,7 @@ class Kernels:
         return self._of_prefixes[key]
 
     def _each_width(self, flat: _FlatPlan, dtype: np.dtype[Any]) -> _Above:
-        """Return the plan's own rows, with the inside scores of unknown tokens, which are the same for all sentences."""
+        """Return the plan's own rows, with the inside scores of unknown tokens, the same for all sentences."""
         tables = self._in(dtype)
         chart = np.zeros((flat.rows, 1), dtype=dtype)
         for row, _, column, size in flat.leaves:
@@ -216,7 +222,7 @@ class Kernels:
         if flat is not None:
             symbols, rows = self._rows(plan, flat, start, width)
             for first, inside, outside in self._charts(flat, tokens, factor, narrowest=width if outer else None):
-                count = min(LANES, len(tokens) - first)
+                count = min(inside.shape[1], len(tokens) - first)
                 scores[first : first + count, symbols] = (outside if outer else inside)[rows, :count].T
                 if flat.root is not None:
                     z[first : first + count] = torch.from_numpy(inside[flat.root, :count])
@@ -225,16 +231,14 @@ class Kernels:
     def _charts(
         self, flat: _FlatPlan, tokens: torch.Tensor, factor: torch.Tensor, *, narrowest: int | None
     ) -> Iterator[tuple[int, Floats, Floats]]:
-        """Yield the first of every 128 sentences, their inside chart, and their outside chart from `narrowest` on."""
+        """Yield the first sentence of each chart, the inside scores, and the outside scores from `narrowest` on."""
         numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
         tables = self._in(numbers[1].dtype)
         rules = (self._pairs, self._targets, tables.weights)
-        # Few sentences have a narrower chart: a large grammar's would take gigabytes of lanes that hold nothing.
-        lanes = min(LANES, max(_FEWEST_LANES, 1 << (len(tokens) - 1).bit_length()))
-        # One chart serves all: the caller has read it when it asks for the next 128 sentences.
-        inside = np.empty((flat.rows, lanes), dtype=tables.weights.dtype)
+        # One chart serves all: the caller has read it when it asks for the next sentences.
+        inside = np.empty((flat.rows, flat.lanes(len(tokens))), dtype=tables.weights.dtype)
         outside = inside if narrowest is None else np.empty_like(inside)
-        for first in range(0, len(tokens), LANES):
+        for first in range(0, len(tokens), inside.shape[1]):
             fill_leaves(inside, *numbers, first, tables.emission, flat.leaves)
             fill_inside(inside, flat.parts, flat.splits, *rules)
             if narrowest is not None:
@@ -287,28 +291,33 @@ class Kernels:
             if width == 1
             for index, position in enumerate(starts)
         ]
-        parts: list[tuple[int, ...]] = []
-        begins: list[int] = []
-        widths: list[int] = []
-        splits: list[tuple[int, int]] = []
+        parts, splits = [np.zeros((7, 0), dtype=np.int64)], [np.zeros((2, 0), dtype=np.int64)]
+        total = 0
         for step in plan.steps:
-            for start in range(step.starts):
-                for index, cuts in step.parts:
-                    before = len(splits)
-                    for cut in cuts:
-                        parents = range(*cut.parents.indices(step.starts))
-                        if start in parents:
-                            nth = parents.index(start)
-                            left = offset[cut.left] + (cut.lefts.start + nth * cut.lefts.step) * size[cut.left[0]]
-                            right = offset[cut.right] + (cut.rights.start + nth * cut.rights.step) * size[cut.right[0]]
-                            splits.append((left, right))
-                    parent = offset[step.key] + start * size[step.key[0]]
-                    if len(splits) > before:
-                        parts.append((parent, *self._pair_range[index], before, len(splits)))
-                        begins.append(plan.starts[step.key][start])
-                        widths.append(step.key[1])
-        spans = np.array(begins, dtype=np.int64), np.array(widths, dtype=np.int64)
-        arrays = _table(leaves, 4), _table(parts, 5), *spans, _table(splits, 2)
+            found = []  # columns: number of the part in this step, left and right child
+            for nth, (_, cuts) in enumerate(step.parts):
+                for cut in cuts:
+                    parents = np.arange(*cut.parents.indices(step.starts))
+                    # the children's starts run along with the parent's
+                    left, right = (
+                        offset[key] + size[key[0]] * (at.start + at.step * np.arange(len(parents)))
+                        for key, at in ((cut.left, cut.lefts), (cut.right, cut.rights))
+                    )
+                    found.append(np.stack([parents * len(step.parts) + nth, left, right]))
+            if found:
+                rows_of_step = np.concatenate(found, axis=1)
+                # by start and, of one start, by block; of one part, the cuts keep their order
+                rows_of_step = rows_of_step[:, rows_of_step[0].argsort(kind="stable")]
+                numbers, first, count = np.unique(rows_of_step[0], return_index=True, return_counts=True)
+                start, nth = np.divmod(numbers, len(step.parts))
+                pairs = np.array([self._pair_range[index] for index, _ in step.parts])[nth].T
+                parent = offset[step.key] + start * size[step.key[0]]
+                begins, widths = np.array(plan.starts[step.key])[start], np.full(len(start), step.key[1])
+                parts.append(np.stack([parent, *pairs, total + first, total + first + count, begins, widths]))
+                splits.append(rows_of_step[1:])
+                total += rows_of_step.shape[1]
+        *columns, begins, widths = np.concatenate(parts, axis=1)
+        arrays = _table(leaves, 4), np.stack(columns, axis=1), begins, widths, np.concatenate(splits, axis=1).T.copy()
         # The start symbol has the id 0, so it is the first of its group; a root begins with the first token.
         rows_of = [offset[root] for root in roots]
         whole = next((offset[root] for root in roots if root[1] == plan.length), None)
