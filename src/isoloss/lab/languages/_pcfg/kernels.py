@@ -44,8 +44,8 @@ class _FlatPlan:
 
     def lanes(self, sentences: int) -> int:
         """Return how many sentences a chart has room for: fewer where they are few or a chart is large."""
-        most = min(LANES, 1 << (sentences - 1).bit_length(), 1 << (_CHART_BYTES // (8 * self.rows)).bit_length())
-        return max(_FEWEST_LANES, most)
+        room = _CHART_BYTES // (8 * max(1, self.rows))
+        return max(_FEWEST_LANES, min(LANES, 1 << (sentences - 1).bit_length(), 1 << room.bit_length()))
 
     @functools.cached_property
     def is_left(self) -> npt.NDArray[np.bool_]:
