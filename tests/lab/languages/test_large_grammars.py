@@ -73,12 +73,14 @@ def test_chains_of_a_large_grammar_are_those_of_a_small_one(seed, monkeypatch):
     assert sorted(large.chains.tolist()) == sorted(small.chains.tolist())
 
 
-def test_a_narrow_chart_gives_the_bits_of_a_wide_one(monkeypatch):
+@pytest.mark.parametrize("method", ["log_conditionals", "log_next", "log_prob"])
+def test_a_narrow_chart_gives_the_bits_of_a_wide_one(method, monkeypatch):
     language = PCFG(parse_grammar(random_rules(3)), max_length=9)
-    tokens, lengths, _ = language.sample(5, length=7)
-    narrow = language.log_conditionals(tokens, lengths)
+    tokens, lengths, _ = language.sample(20, length=7)
+    monkeypatch.setattr(kernels, "_CHART_BYTES", 1)
+    narrow = getattr(language, method)(tokens, lengths)
     monkeypatch.setattr(kernels, "_FEWEST_LANES", kernels.LANES)
-    assert torch.equal(language.log_conditionals(tokens, lengths), narrow)
+    assert torch.equal(getattr(language, method)(tokens, lengths), narrow)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
 from isoloss.lab.languages.base import ExactLanguage
 from isoloss.lab.languages.brackets import Brackets
 from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.languages.hmm import HMM
 from isoloss.lab.languages.pcfg import PCFG
 from isoloss.lab.languages.special_tokens import WithSpecialTokens
 
@@ -51,10 +52,17 @@ def test_prefixes_beyond_float64_are_scaled():
         torch.testing.assert_close(found[position], expected / expected.sum(), rtol=1e-9, atol=1e-300)
 
 
+# no sentence of the last one is longer, so that the widths of what follows need not be told apart
+BOUNDED = "S A B 0.5\nS B C 0.5\nA C C 0.4\nA B b 0.3\nA a 0.3\nB C c 0.5\nB b 0.5\nC a 0.9\nC a b 0.1"
+
+
 @pytest.mark.parametrize("longest", [None, 12])
-def test_both_engines_agree(longest):
-    language = PCFG.from_text(CHAINS, max_length=12)
-    tokens, _, _ = language.sample(40, length=7, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("text", [CHAINS, BOUNDED])
+def test_both_engines_agree(text, longest):
+    language = PCFG.from_text(text, max_length=12)
+    longest = longest and language.max_length
+    width = min(7, language.max_length)
+    tokens, _, _ = language.sample(40, length=width, generator=torch.Generator().manual_seed(0))
     numba, other = (
         InsideOutside(language._rules, torch.device("cpu"), torch.float64, backend).prefix_outside(
             tokens, longest=longest
@@ -64,6 +72,13 @@ def test_both_engines_agree(longest):
     torch.testing.assert_close(numba[0], other[0])
     torch.testing.assert_close(numba[1], other[1])
     assert bool(numba[1].isfinite().all())
+
+
+def test_float32_does_not_round_rare_tokens_of_an_hmm():
+    emission = [[1.0, 1.2e-44, 0.0], [0.0, 3.7e-44, 1.0], [0.0, 1.0, 0.0]]
+    language = HMM([0.5, 0.5, 0.0], [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], emission, length=2)
+    found = language.to(dtype=torch.float32).log_next(torch.tensor([[1, 0]]), torch.tensor([2]))[0].exp()
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.0, 0.5], [12 / 49, 0.0, 37 / 49]]))
 
 
 @pytest.mark.parametrize(

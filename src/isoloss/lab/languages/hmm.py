@@ -32,7 +32,6 @@ _ROUNDING = 1e-12  # of a row's sum; a row that is nearer to 1 stays as it is
 
 Matrix = npt.ArrayLike | torch.Tensor
 Float = npt.NDArray[np.float64]
-_PREFIXES = 256  # sentences of a chunk of next-token conditionals, which stays in the cache
 _CHARTS = 128  # sentences of a chunk are a multiple of this, so that the charts of the compiled kernels are full
 _CHUNK_BYTES = 5 << 20  # of a chunk's (n, T, S + V) probabilities
 
@@ -218,39 +217,29 @@ class HMM(ExactLanguage):
     def _log_conditionals(
         self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        shape = (ids if positions is None else positions).shape
-        impossible = math.log(torch.finfo(self.dtype).tiny)
-        out = batches.large_zeros((*shape, self.vocab_size), self.dtype, self.device)
+        out = self._room_for_logs(ids if positions is None else positions)
 
         def use(rows: Index, model: ForwardBackward, probs: torch.Tensor) -> None:
-            _put(out, rows, model.tokens, probs, others=impossible)
+            _put(out, rows, model.tokens, probs)
 
         self._conditionals(ids, positions, use, out, log=True)
         return _zero_padding(out, lengths) if positions is None else out
 
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
-        # The forward recursion alone, normalized at each token. The length tells nothing of the tokens before its end.
-        initial, transition, emission = (
-            torch.tensor(table, device=self.device, dtype=self.dtype)
-            for table in (self.initial, self.transition, self.emission)
-        )
-        # an absent token is one more, of which nothing is known
-        emitted = torch.cat([emission.T, torch.ones_like(emission.T[:1])])
-        out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
-        possible = torch.ones(len(ids), dtype=torch.bool, device=self.device)
-        for first in range(0, len(ids), _PREFIXES):
-            chunk, probs, known = (each[first : first + _PREFIXES] for each in (ids, out, possible))
-            states = initial.expand(len(chunk), -1)
-            before = []
-            for position in range(chunk.shape[1]):
-                before.append(states)
-                joint = states * emitted[chunk[:, position]]
-                mass = joint.sum(dim=1, keepdim=True)
-                known &= mass[:, 0] > 0
-                states = joint / mass @ transition
-            torch.matmul(torch.stack(before, dim=1), emission, out=probs)
-            batches.clamped_log_(probs)
+        # The length tells nothing of the tokens before its end. The first token decides which part of the model a
+        # sentence is in; only the first one itself is predicted by all of them.
+        out = self._room_for_logs(ids)
+        possible = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
+
+        def compute(rows: Index, model: ForwardBackward) -> None:
+            logs = _room(out, rows, model.emission.shape[1])
+            possible[rows] = model.log_next(ids[rows], logs)
+            _put(out, rows, model.tokens, logs)
+
+        batches.run_in_threads(compute, self._chunks(ids, spare=0, deciding=1), self.device)
         _check_possible(possible)
+        first = torch.as_tensor(self.initial @ self.emission).to(self.device, self.dtype)
+        out[:, :1] = batches.clamped_log_(first)
         return _zero_padding(out, lengths)
 
     def _entropies(self, ids: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
@@ -276,7 +265,7 @@ class HMM(ExactLanguage):
         def compute(rows: Index, model: ForwardBackward) -> None:
             states = _room(out, rows, model.emission.shape[0])
             possible[rows] = model.states_given(ids[rows], states, own=True)
-            _put(out, rows, model.states, states, others=0.0)
+            _put(out, rows, model.states, states)
 
         batches.run_in_threads(compute, self._chunks(ids, spare=0), self.device)
         _check_possible(possible)
@@ -316,8 +305,16 @@ class HMM(ExactLanguage):
         batches.run_in_threads(compute, self._chunks(ids, spare=1), self.device)
         _check_possible(possible)
 
-    def _chunks(self, ids: torch.Tensor, *, spare: int) -> Iterator[tuple[Index, ForwardBackward]]:
-        for chosen, model in self._engine.assign(ids, spare=spare):
+    def _room_for_logs(self, like: torch.Tensor) -> torch.Tensor:
+        """Return (n, T, V) for logs: that of 0 where parts of the model leave tokens out."""
+        out = batches.large_zeros((*like.shape, self.vocab_size), self.dtype, self.device)
+        return out.fill_(math.log(torch.finfo(self.dtype).tiny)) if self._engine.parts else out
+
+    def _chunks(
+        self, ids: torch.Tensor, *, spare: int, deciding: int | None = None
+    ) -> Iterator[tuple[Index, ForwardBackward]]:
+        """Yield rows and the model of them, by their first `deciding` tokens: see `Components.assign`."""
+        for chosen, model in self._engine.assign(ids[:, :deciding], spare=spare):
             states, tokens = model.emission.shape
             size = max(16, _CHUNK_BYTES // (max(1, ids.shape[1]) * (states + tokens) * self.dtype.itemsize))
             size -= size % _CHARTS if size > _CHARTS else 0
@@ -335,15 +332,14 @@ def _room(out: torch.Tensor, rows: Index, columns: int) -> torch.Tensor:
     return out.new_empty(count, out.shape[1], columns)
 
 
-def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor, *, others: float) -> None:
-    """Write values in their `_room`, and one number in the other columns, into rows of (n, T, all columns)."""
-    if isinstance(rows, slice) and values.shape[2] == out.shape[2]:
+def _put(out: torch.Tensor, rows: Index, columns: Index, values: torch.Tensor) -> None:
+    """Write values in their `_room` into rows and columns of (n, T, all columns)."""
+    if isinstance(rows, slice):
         return  # they are there
-    if values.shape[2] < out.shape[2]:
-        whole = values.new_full((*values.shape[:2], out.shape[2]), others)
-        whole[:, :, columns] = values
-        values = whole
-    batches.put(out, rows, values)
+    if isinstance(columns, slice):
+        batches.put(out[:, :, columns], rows, values)
+    else:
+        out[rows[:, None, None], torch.arange(out.shape[1], device=out.device)[:, None], columns] = values
 
 
 def _zero_padding(out: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

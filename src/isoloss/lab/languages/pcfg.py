@@ -235,15 +235,17 @@ class PCFG(ExactLanguage):
         return out
 
     def _log_next(self, ids: torch.Tensor, lengths: torch.Tensor, given_length: bool) -> torch.Tensor:
-        emission, longest = self._emission.double(), None if given_length else self.max_length
+        longest = None if given_length else self.max_length
+        out = batches.large_zeros((*ids.shape, self.vocab_size), self.dtype, self.device)
 
-        def compute(rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def compute(rows: Rows, length: int) -> None:
             scores, log_mass = self._engine.prefix_outside(ids[rows, :length], longest=longest)
-            logs = batches.clamped_log_(scores @ emission)  # of no less than float64's floor
-            return logs if self.dtype == torch.float64 else self._clamped_(logs), log_mass.amin(dim=1)
+            self._check_possible(rows, log_mass.amin(dim=1))
+            self._emit(rows, scores.to(self.dtype), out, batches.clamped_log_)
 
-        shape = (*ids.shape, self.vocab_size)
-        return self._by_length(compute, lengths, shape, lambda length: self._engine.chunk(longest or length))
+        buckets = self._buckets(lengths, lambda length: self._engine.chunk(longest or length))
+        run_in_threads(compute, buckets, self.device)
+        return out
 
     def _log_next_or_end(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         emission = self._emission.double()
@@ -362,17 +364,22 @@ class PCFG(ExactLanguage):
             self._check_possible(rows, log_z)
             if positions is not None:
                 scores = scores[torch.arange(len(scores), device=self.device)[:, None], positions[rows]]
-            # The (rows, T, V) result does not fit in a cache: its product and its log are taken for a few sentences at
-            # a time.
-            row_bytes = max(1, scores.shape[1]) * self.vocab_size * self.dtype.itemsize
-            size = max(1, _OUTPUT_BYTES.get(self.device.type, _OUTPUT_BYTES["cpu"]) // row_bytes)
-            for first in range(0, len(scores), size):
-                part = scores[first : first + size]
-                chunk = slice(first, first + len(part))
-                chosen = slice(rows.start + first, rows.start + chunk.stop) if isinstance(rows, slice) else rows[chunk]
-                batches.put(out, chosen, function(part @ self._emission))
+            self._emit(rows, scores, out, function)
 
         run_in_threads(compute, self._buckets(lengths), self.device)
+
+    def _emit(
+        self, rows: Rows, scores: torch.Tensor, out: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Write a function of (rows, length or k, V) conditionals to the rows of `out`, of the symbols' scores."""
+        # The result does not fit in a cache: its product and its log are taken for a few sentences at a time.
+        row_bytes = max(1, scores.shape[1]) * self.vocab_size * self.dtype.itemsize
+        size = max(1, _OUTPUT_BYTES.get(self.device.type, _OUTPUT_BYTES["cpu"]) // row_bytes)
+        for first in range(0, len(scores), size):
+            part = scores[first : first + size]
+            chunk = slice(first, first + len(part))
+            chosen = slice(rows.start + first, rows.start + chunk.stop) if isinstance(rows, slice) else rows[chunk]
+            batches.put(out, chosen, function(part @ self._emission))
 
     def _by_length(
         self,

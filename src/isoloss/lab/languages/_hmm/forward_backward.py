@@ -7,6 +7,7 @@ the sentence, has the id V: it is summed over, which leaves the other positions'
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,12 +73,12 @@ class ForwardBackward:
                 transition[np.ix_(states, states)],
             )
         )
+        self._torch = Recursions(first, step, scaled, self.emission)
+        self._engine: Recursions | Kernels = self._torch
         if self.backend == "numba":
             from isoloss.lab.languages._hmm.kernels import Kernels
 
-            self._engine: Recursions | Kernels = Kernels(first, step, scaled, self.emission)
-        else:
-            self._engine = Recursions(first, step, scaled, self.emission)
+            self._engine = Kernels(first, step, scaled, self.emission)
 
     @functools.cached_property
     def _wide(self) -> ForwardBackward:
@@ -118,6 +119,20 @@ class ForwardBackward:
             out[low] = batches.clamped_log_(probs) if log else probs
         return possible
 
+    def log_next(self, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write (n, T, tokens), log Pr(token | the tokens before it), to `out`; return (n,) as `states_given`.
+
+        In torch on a CPU too: the products are large, and nothing comes back from behind.
+        """
+        local = self._local[ids]
+        least = self._torch.log_next(local, out)
+        possible = least > 0
+        if (low := self._unreliable(least)) is not None:
+            again = torch.empty_like(out[low], device="cpu", dtype=torch.float64)
+            possible[low] = self._wide.log_next(ids[low].cpu(), again).to(self.device)
+            out[low] = again.to(out).clamp_(min=math.log(torch.finfo(out.dtype).tiny))
+        return possible
+
     def _again(self, ids: torch.Tensor, *, own: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `states_given`, computed in float64."""
         states = torch.empty(*ids.shape, len(self.emission), dtype=torch.float64)
@@ -154,18 +169,11 @@ class Recursions:
     def states(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
         """Write (n, T, S), the states given all other ids, or with `own` all; return (n,) the least normalizers."""
         length = ids.shape[1]
-        # Time first: each step reads and writes one block of memory.
-        states = torch.empty_like(out.transpose(0, 1), memory_format=torch.contiguous_format)
         scales = self._scaled.new_empty(3 * length - 1, len(ids))
         # The prediction from the ids before, times the message from those behind. Dividing the posterior given all ids
         # by the own id's factor instead would be 0 / 0 in states that cannot emit it.
-        states[0] = self._initial
-        emitted = [self._scaled[ids[:, t]] for t in range(length)]
-        for t in range(length):
-            filtered = states[t].mul_(emitted[t]) if own else states[t] * emitted[t]
-            scales[t] = _normalize(filtered)
-            if t + 1 < length:
-                torch.mm(filtered, self._transition, out=states[t + 1])
+        emitted = self._emitted(ids)
+        states = self._forward(emitted, scales, own=own)
         message = torch.ones_like(states[0])
         for t in range(length - 1, -1, -1):
             scales[length + t] = _normalize(states[t].mul_(message))
@@ -176,6 +184,29 @@ class Recursions:
                 message = message @ self._back
         out.copy_(states.transpose(0, 1))
         return scales.amin(dim=0)
+
+    def log_next(self, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write (n, T, V), the log-probabilities of each token given the ids before it; return as `states`."""
+        scales = self._scaled.new_empty(ids.shape[1], len(ids))
+        states = self._forward(self._emitted(ids), scales, own=False)
+        batches.clamped_log_(torch.matmul(states.transpose(0, 1), self._emission, out=out))
+        return scales.amin(dim=0)
+
+    def _emitted(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        # a third of the time of an index
+        return [self._scaled.index_select(0, column) for column in ids.T.contiguous()]
+
+    def _forward(self, emitted: list[torch.Tensor], scales: torch.Tensor, *, own: bool) -> torch.Tensor:
+        """Return (T, n, S), the states given the ids before, or with `own` the own one too, and set the normalizers."""
+        # Time first: each step reads and writes one block of memory.
+        states = emitted[0].new_empty(len(emitted), *emitted[0].shape)
+        states[0] = self._initial
+        for t, factors in enumerate(emitted):
+            filtered = states[t].mul_(factors) if own else states[t] * factors
+            scales[t] = _normalize(filtered)
+            if t + 1 < len(emitted):
+                torch.mm(filtered, self._transition, out=states[t + 1])
+        return states
 
     def conditionals(self, ids: torch.Tensor, out: torch.Tensor, *, log: bool) -> torch.Tensor:
         """Write (n, T, V), the probabilities of each token given all other ids, or their logs; return as `states`."""

@@ -6,6 +6,7 @@ runs over sentences, whose numbers no other sentence touches: results depend on 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from isoloss.lab.languages._pcfg.charts import FoldedRules, Key, Plan, Planner
 # arrays do not overlap); with many more, charts leave the second-level cache.
 LANES = 128
 _FEWEST_LANES = 8  # the widest vector of a processor in float64
+_CHART_BYTES = 1 << 28  # of a long sentence's chart, which then has fewer lanes
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[Any]
@@ -39,6 +41,34 @@ class _FlatPlan:
     starts: Integers  # (Q,) of the parents
     widths: Integers  # (Q,) of the parents
     splits: Integers  # (N, 2): first row of the left and of the right child
+
+    def lanes(self, sentences: int) -> int:
+        """Return how many sentences a chart has room for: fewer where they are few or a chart is large."""
+        room = _CHART_BYTES // (8 * max(1, self.rows))
+        return max(_FEWEST_LANES, min(LANES, 1 << (sentences - 1).bit_length(), 1 << room.bit_length()))
+
+    @functools.cached_property
+    def is_left(self) -> npt.NDArray[np.bool_]:
+        """(Q,) whether the parent is a left child or below one: only their inside scores say something of prefixes."""
+        found = np.zeros(self.rows, dtype=bool)
+        found[self.splits[:, 0]] = True
+        for parent, _, _, first, last in self.parts[::-1]:
+            if found[parent]:
+                found[self.splits[first:last]] = True
+        return found[self.parts[:, 0]]
+
+
+@dataclass(frozen=True)
+class _Above:
+    """What `fill_outside` needs for scores given the tokens to the left alone; a chart of its own rows."""
+
+    rows: int
+    roots: list[int]
+    parts: Integers  # as those of a flat plan
+    starts: Integers  # (Q,) of the parents
+    splits: Integers
+    lefts: Integers  # (N,)
+    right: Floats  # (rows, 1) probability of what may follow, not scaled
 
 
 @dataclass(frozen=True)
@@ -67,7 +97,11 @@ class Kernels:
         self._pair_range, self._pairs, self._targets, self._weights = _flat_blocks(planner)
         self._plans: dict[tuple[int, bool, bool], _FlatPlan | None] = {}
         self._tables: dict[np.dtype[Any], _Tables] = {}
-        self._of_unknown: dict[tuple[int, bool, np.dtype[Any]], Floats] = {}
+        self._of_prefixes: dict[tuple[int, bool, np.dtype[Any]], _Above] = {}
+        self._length_probs = rules.length_probs
+        longest = [int(np.flatnonzero(rules.feasible[members[0]]).max(initial=0)) for members in planner.members]
+        # of tokens that a rule may lead to: where no sentence is longer than a plan, nothing is cut
+        self._most = max((longest[block.left] + longest[block.right] for block in planner.blocks), default=1)
 
     def run(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, leaves: bool
@@ -84,7 +118,7 @@ class Kernels:
         if flat is not None:
             total = self._in(z.numpy().dtype).total
             for first, inside, outside in self._charts(flat, tokens, factor, narrowest=1 if leaves else None):
-                z[first : first + LANES] = torch.from_numpy(inside[flat.root, : n - first])
+                z[first : first + inside.shape[1]] = torch.from_numpy(inside[flat.root, : n - first])
                 if leaves:
                     write_scores(scores.numpy(), mass, outside, first, flat.leaves, total, self._score_of)
         return z, scores
@@ -104,33 +138,75 @@ class Kernels:
         if flat is not None:
             tables = self._in(numbers[1].dtype)
             rules = (self._pairs, self._targets, tables.weights)
-            inside = np.empty((flat.rows, min(LANES, max(_FEWEST_LANES, n))), dtype=numbers[1].dtype)
-            outside = np.empty_like(inside)
-            unknown = np.ascontiguousarray(np.broadcast_to(self._unknown(plan, inside.dtype), inside.shape))
+            above = self._above(plan, flat, numbers[1].dtype)
+            inside = np.empty((flat.rows, flat.lanes(n)), dtype=numbers[1].dtype)
+            outside = np.empty((above.rows, inside.shape[1]), dtype=inside.dtype)
             leaves = flat.leaves[flat.leaves[:, 1] < length]
             # what ends before the last token is a left sibling, and what begins before the end may be above a token
-            left, open_ = flat.parts[flat.starts + flat.widths < length], flat.parts[flat.starts < length]
-            for first in range(0, n, LANES):
+            left, open_ = flat.parts[flat.is_left & (flat.starts + flat.widths < length)], above.starts < length
+            for first in range(0, n, inside.shape[1]):
                 fill_leaves(inside, *numbers, first, tables.emission, leaves)
                 fill_inside(inside, left, flat.splits, *rules)
                 outside.fill(0)
-                outside[flat.roots] = 1
-                fill_outside(outside, inside, unknown, open_, flat.splits, *rules)
+                outside[above.roots] = 1
+                fill_outside(outside, inside, above.right, above.parts[open_], above.splits, above.lefts, *rules)
                 write_scores(scores, mass, outside, first, leaves, tables.total, self._score_of)
         return torch.from_numpy(scores), torch.from_numpy(mass)
 
-    def _unknown(self, plan: Plan, dtype: np.dtype[Any]) -> Floats:
-        """Return (rows, 1): the inside scores of a chart of unknown tokens, the same for all sentences, not scaled."""
+    def _above(self, plan: Plan, flat: _FlatPlan, dtype: np.dtype[Any]) -> _Above:
         key = (plan.length, plan.prefixes, dtype)
-        if key not in self._of_unknown:
-            flat, tables = self._flat(plan), self._in(dtype)
-            assert flat is not None
-            chart = np.zeros((flat.rows, 1), dtype=dtype)
-            for row, _, column, size in flat.leaves:
-                chart[row : row + size, 0] = tables.total[column : column + size]
-            fill_inside(chart, flat.parts, flat.splits, self._pairs, self._targets, tables.weights)
-            self._of_unknown[key] = chart
-        return self._of_unknown[key]
+        if key not in self._of_prefixes:
+            whole = plan.prefixes and self._most <= plan.length
+            self._of_prefixes[key] = self._any_width(plan, flat) if whole else self._each_width(flat, dtype)
+        return self._of_prefixes[key]
+
+    def _each_width(self, flat: _FlatPlan, dtype: np.dtype[Any]) -> _Above:
+        """Return the plan's own rows, with the inside scores of unknown tokens, the same for all sentences."""
+        tables = self._in(dtype)
+        chart = np.zeros((flat.rows, 1), dtype=dtype)
+        for row, _, column, size in flat.leaves:
+            chart[row : row + size, 0] = tables.total[column : column + size]
+        fill_inside(chart, flat.parts, flat.splits, self._pairs, self._targets, tables.weights)
+        return _Above(flat.rows, flat.roots, flat.parts, flat.starts, flat.splits, flat.splits[:, 0], chart)
+
+    def _any_width(self, plan: Plan, flat: _FlatPlan) -> _Above:
+        """Return one row for all widths of a symbol from one start.
+
+        Where no sentence is too long, the score of a span that is open to the right does not depend on its width.
+        """
+        size = [len(members) for members in self._planner.members]
+        at: dict[tuple[int, int], int] = {}  # (group, start): its rows are those of the narrowest item
+        lefts_of: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (group, start): (width, row) of its items
+        for (group, width), first in flat.items.items():  # by ascending width
+            for index, start in enumerate(plan.starts[group, width]):
+                at.setdefault((group, start), first + index * size[group])
+                lefts_of.setdefault((group, start), []).append((width, first + index * size[group]))
+        parts: list[tuple[int, ...]] = []
+        starts: list[int] = []
+        splits: list[tuple[int, int]] = []
+        lefts: list[int] = []
+        # backwards, as they are taken: later starts before earlier ones, and parents behind their children
+        widest = [max((width for group, width in plan.starts if group == g), default=0) for g in range(len(size))]
+        order = sorted(range(len(self._planner.blocks)), key=lambda index: widest[self._planner.blocks[index].parent])
+        for start in range(plan.length - 1, -1, -1):
+            for index in order:
+                block, before = self._planner.blocks[index], len(splits)
+                if (block.parent, start) in at:
+                    for width, row in lefts_of.get((block.left, start), []):
+                        if (right := at.get((block.right, start + width))) is not None:
+                            lefts.append(at[block.left, start] if len(splits) == before else -1)
+                            splits.append((row, right))
+                if len(splits) > before:
+                    parts.append((at[block.parent, start], *self._pair_range[index], before, len(splits)))
+                    starts.append(start)
+        rows = max(row + size[group] for (group, _), row in at.items())
+        total = np.zeros((rows, 1), dtype=self._length_probs.dtype)
+        for (group, _), row in at.items():
+            total[row : row + size[group], 0] = self._length_probs[self._planner.members[group]].sum(axis=1)
+        # the start symbol is the first of its group
+        roots = [at[int(self._planner.group_of[0]), 0]]
+        arrays = _table(parts, 5), np.array(starts, dtype=np.int64), _table(splits, 2), np.array(lefts, dtype=np.int64)
+        return _Above(rows, roots, *arrays, total)
 
     def span(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
@@ -146,7 +222,7 @@ class Kernels:
         if flat is not None:
             symbols, rows = self._rows(plan, flat, start, width)
             for first, inside, outside in self._charts(flat, tokens, factor, narrowest=width if outer else None):
-                count = min(LANES, len(tokens) - first)
+                count = min(inside.shape[1], len(tokens) - first)
                 scores[first : first + count, symbols] = (outside if outer else inside)[rows, :count].T
                 if flat.root is not None:
                     z[first : first + count] = torch.from_numpy(inside[flat.root, :count])
@@ -155,16 +231,14 @@ class Kernels:
     def _charts(
         self, flat: _FlatPlan, tokens: torch.Tensor, factor: torch.Tensor, *, narrowest: int | None
     ) -> Iterator[tuple[int, Floats, Floats]]:
-        """Yield the first of every 128 sentences, their inside chart, and their outside chart from `narrowest` on."""
+        """Yield the first sentence of each chart, the inside scores, and the outside scores from `narrowest` on."""
         numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
         tables = self._in(numbers[1].dtype)
         rules = (self._pairs, self._targets, tables.weights)
-        # Few sentences have a narrower chart: a large grammar's would take gigabytes of lanes that hold nothing.
-        lanes = min(LANES, max(_FEWEST_LANES, 1 << (len(tokens) - 1).bit_length()))
-        # One chart serves all: the caller has read it when it asks for the next 128 sentences.
-        inside = np.empty((flat.rows, lanes), dtype=tables.weights.dtype)
+        # One chart serves all: the caller has read it when it asks for the next sentences.
+        inside = np.empty((flat.rows, flat.lanes(len(tokens))), dtype=tables.weights.dtype)
         outside = inside if narrowest is None else np.empty_like(inside)
-        for first in range(0, len(tokens), LANES):
+        for first in range(0, len(tokens), inside.shape[1]):
             fill_leaves(inside, *numbers, first, tables.emission, flat.leaves)
             fill_inside(inside, flat.parts, flat.splits, *rules)
             if narrowest is not None:
@@ -172,7 +246,7 @@ class Kernels:
                 outside[flat.roots] = 1
                 # Narrower items are not asked for. The widths ascend, as the plan's steps do.
                 wider = flat.parts[np.searchsorted(flat.widths, narrowest, side="right") :]
-                fill_outside(outside, inside, inside, wider, flat.splits, *rules)
+                fill_outside(outside, inside, inside, wider, flat.splits, flat.splits[:, 0], *rules)
             yield first, inside, outside
 
     def _rows(self, plan: Plan, flat: _FlatPlan, start: int, width: int) -> tuple[Integers, Integers]:
@@ -217,28 +291,33 @@ class Kernels:
             if width == 1
             for index, position in enumerate(starts)
         ]
-        parts: list[tuple[int, ...]] = []
-        begins: list[int] = []
-        widths: list[int] = []
-        splits: list[tuple[int, int]] = []
+        parts, splits = [np.zeros((7, 0), dtype=np.int64)], [np.zeros((2, 0), dtype=np.int64)]
+        total = 0
         for step in plan.steps:
-            for start in range(step.starts):
-                for index, cuts in step.parts:
-                    before = len(splits)
-                    for cut in cuts:
-                        parents = range(*cut.parents.indices(step.starts))
-                        if start in parents:
-                            nth = parents.index(start)
-                            left = offset[cut.left] + (cut.lefts.start + nth * cut.lefts.step) * size[cut.left[0]]
-                            right = offset[cut.right] + (cut.rights.start + nth * cut.rights.step) * size[cut.right[0]]
-                            splits.append((left, right))
-                    parent = offset[step.key] + start * size[step.key[0]]
-                    if len(splits) > before:
-                        parts.append((parent, *self._pair_range[index], before, len(splits)))
-                        begins.append(plan.starts[step.key][start])
-                        widths.append(step.key[1])
-        spans = np.array(begins, dtype=np.int64), np.array(widths, dtype=np.int64)
-        arrays = _table(leaves, 4), _table(parts, 5), *spans, _table(splits, 2)
+            found = []  # columns: number of the part in this step, left and right child
+            for nth, (_, cuts) in enumerate(step.parts):
+                for cut in cuts:
+                    parents = np.arange(*cut.parents.indices(step.starts))
+                    # the children's starts run along with the parent's
+                    left, right = (
+                        offset[key] + size[key[0]] * (at.start + at.step * np.arange(len(parents)))
+                        for key, at in ((cut.left, cut.lefts), (cut.right, cut.rights))
+                    )
+                    found.append(np.stack([parents * len(step.parts) + nth, left, right]))
+            if found:
+                rows_of_step = np.concatenate(found, axis=1)
+                # by start and, of one start, by block; of one part, the cuts keep their order
+                rows_of_step = rows_of_step[:, rows_of_step[0].argsort(kind="stable")]
+                numbers, first, count = np.unique(rows_of_step[0], return_index=True, return_counts=True)
+                start, nth = np.divmod(numbers, len(step.parts))
+                pairs = np.array([self._pair_range[index] for index, _ in step.parts])[nth].T
+                parent = offset[step.key] + start * size[step.key[0]]
+                begins, widths = np.array(plan.starts[step.key])[start], np.full(len(start), step.key[1])
+                parts.append(np.stack([parent, *pairs, total + first, total + first + count, begins, widths]))
+                splits.append(rows_of_step[1:])
+                total += rows_of_step.shape[1]
+        *columns, begins, widths = np.concatenate(parts, axis=1)
+        arrays = _table(leaves, 4), np.stack(columns, axis=1), begins, widths, np.concatenate(splits, axis=1).T.copy()
         # The start symbol has the id 0, so it is the first of its group; a root begins with the first token.
         rows_of = [offset[root] for root in roots]
         whole = next((offset[root] for root in roots if root[1] == plan.length), None)
@@ -323,13 +402,15 @@ def fill_outside(
     right: Floats,
     parts: Integers,
     splits: Integers,
+    lefts: Integers,
     pairs: Integers,
     targets: Integers,
     weights: Floats,
 ) -> None:
     """Compute dZ / d inside from the roots down, which hold 1, all other rows 0.
 
-    The inside scores of what follows an item are in `right`: the chart's own, or those of unknown tokens.
+    The inside scores of what follows an item are in `right`: the chart's own, or those of unknown tokens in one column.
+    The left child's outside scores are at `lefts`; -1: another split counts for them.
     """
     pair = np.empty(inside.shape[1], inside.dtype)
     for q in range(len(parts) - 1, -1, -1):
@@ -347,8 +428,15 @@ def fill_outside(
                     pair[lane] += weight * outside[row, lane]
             for s in range(parts[q, 3], parts[q, 4]):
                 first, second = splits[s, 0] + b, splits[s, 1] + c
-                for lane in range(inside.shape[1]):
-                    outside[first, lane] += pair[lane] * right[second, lane]
+                if lefts[s] >= 0:
+                    left = lefts[s] + b
+                    if right.shape[1] == 1:
+                        factor = right[second, 0]
+                        for lane in range(inside.shape[1]):
+                            outside[left, lane] += pair[lane] * factor
+                    else:
+                        for lane in range(inside.shape[1]):
+                            outside[left, lane] += pair[lane] * right[second, lane]
                 for lane in range(inside.shape[1]):
                     outside[second, lane] += pair[lane] * inside[first, lane]
 
