@@ -34,11 +34,13 @@ from isoloss.model_checks import (
     device_of,
     eager_with_grad,
     forward_arguments,
+    gathered_parameters,
     logits_of_output,
     max_length,
     measured_parameters,
     refuse_dropout,
     refuse_random_training,
+    resharded,
     text_config,
     unwrapped,
 )
@@ -234,7 +236,11 @@ class GhostNorms:
         parameter_blocks: Mapping[str, ParameterBlocks] | None = None,
     ) -> None:
         refuse_dropout(model)
-        self.parameters = measured_parameters(model) if parameters is None else dict(parameters)
+        # of a model that is sharded, forward passes have whole parameters, and these are in the graph
+        self._gathered = gathered_parameters(model)
+        measured = measured_parameters(model) if parameters is None else dict(parameters)
+        self._shards = {id(whole): shard for shard, whole in self._gathered.items()}
+        self.parameters = {name: self._gathered.get(value, value) for name, value in measured.items()}
         self.names = list(self.parameters)  # P
         self.columns = ParameterColumns(self.parameters, parameter_blocks)
         self.selection = PositionSelection()  # what comes later sees the predicted positions alone
@@ -251,7 +257,8 @@ class GhostNorms:
         self._since_check, self._skipped_checks = _EVERY, False  # the first batch is checked
 
     def __enter__(self) -> Self:
-        self._flags = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
+        parameters = [*self._model.parameters(), *self._gathered.values()]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         # no gradient of a parameter can be formed then: the graph ends in the outputs of their uses, its leaves
         self._switch_on(())
         return self
@@ -350,8 +357,7 @@ class GhostNorms:
                 break
             # the graph of this pass does not lead to them: it is made again with their `requires_grad` on
             self._slow |= unknown
-            for name in unknown:
-                self.parameters[name].requires_grad_()
+            self._switch_on(self._slow)
         self._require_gradient(predictions)
         return predictions
 
@@ -363,14 +369,26 @@ class GhostNorms:
         self, batch: Batch, selection: PositionSelection, *, unknown: torch.Tensor | None = None
     ) -> Predictions | None:
         watched = {name: value for name, value in self.parameters.items() if name not in self._slow}
-        capture = Capture(watched, batch.predicted, select_before=selection.weight, unknown=unknown)
-        return predict(self._model, batch, capture, selection)
+        capture = Capture(
+            watched, batch.predicted, select_before=selection.weight, unknown=unknown, shards=self._shards
+        )
+        try:
+            return predict(self._model, batch, capture, selection)
+        except Exception:
+            # a sharded model would go on with this pass; only the outermost group can forget it, and in older torch none
+            with contextlib.suppress(RuntimeError, AttributeError):
+                for group in resharded(self._model):
+                    group.reset_iter_state()
+            raise
 
     def _switch_on(self, names: Iterable[str]) -> None:
-        for parameter in self._model.parameters():
+        for parameter, _ in self._flags:
             parameter.requires_grad_(False)
         for name in names:
-            self.parameters[name].requires_grad_()
+            whole = self.parameters[name]
+            # the shard's flag too, which the whole parameter gets whenever it is put together
+            for parameter in (whole, self._shards.get(id(whole), whole)):
+                parameter.requires_grad_()
 
     def _generators(self) -> list[torch.Generator]:
         device, generators = device_of(self._model), [torch.default_generator]
