@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -72,6 +72,33 @@ def measured_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
+def resharded(model: nn.Module) -> list[Any]:
+    """Return the modules that `torch.distributed.fsdp.fully_shard` was called on, with their parameters in shards.
+
+    After a forward pass, some have whole parameters in the place of a model's own. The outermost module comes first.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported nothing is sharded
+    groups = [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    for group in groups:
+        group.reshard()
+    return groups
+
+
+def gathered_parameters(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Return, by each parameter that `fully_shard` cut, the whole one that forward passes have in its place.
+
+    All processes call this. A whole parameter is one object in all passes, and has numbers only while one is at its
+    layer: here, one group after another is put together.
+    """
+    gathered: dict[nn.Parameter, nn.Parameter] = {}
+    for group in resharded(model):
+        shards = dict(group.named_parameters())
+        group.unshard()
+        gathered |= {shards[name]: value for name, value in group.named_parameters() if value is not shards[name]}
+        group.reshard()
+    return gathered
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's first parameter, where its inputs belong."""
     for parameter in model.parameters():
@@ -101,11 +128,15 @@ def architecture(model: nn.Module) -> nn.Module:
 def input_embeddings(model: nn.Module) -> torch.Tensor | None:
     """Return a Hugging Face model's input embeddings (V, d), detached; None where it has none to ask for."""
     holder: Any = unwrapped(model)
+    is_sharded = bool(resharded(model))
     try:
         weight = getattr(holder.get_input_embeddings(), "weight", None)
     except (AttributeError, NotImplementedError):
         return None
-    return weight.detach() if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        return None
+    weight = weight.detach()
+    return cast("Any", weight).full_tensor() if is_sharded and hasattr(weight, "full_tensor") else weight
 
 
 def virtual_tokens(model: nn.Module) -> int:

@@ -1,16 +1,19 @@
 """Predicted positions selected in the last layer, the decoder's input, the size of buffers, and what is refused."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 from plain_gradients import ARCHITECTURES, VOCAB, batch_of, build, check_norms
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace
+from isoloss.flatness._batches import Batch
 from isoloss.flatness._ghost import factors
 from isoloss.flatness._ghost.capture import PositionSelection
 from isoloss.flatness._ghost.engine import GhostNorms, intermediates_of, tail_cotangents
@@ -195,6 +198,53 @@ def test_no_buffer_is_as_large_as_the_logits(name, every, tied, monkeypatch):
             predictor.squared_norms(predictions, cotangent)
     assert forward.count == 1
     assert backward.count == 0
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes that results of operations had at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.alive = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor) and (storage := value.untyped_storage())._cdata not in self.alive:
+                self.alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def free(self, storage, size):
+        self.alive.remove(storage)
+        self.now -= size
+
+
+def test_a_long_sequence_takes_the_memory_of_a_training_step():
+    length, vocab = 512, 4000
+    config = GPT2Config(vocab_size=vocab, n_embd=32, n_layer=4, n_head=2, n_positions=length, bos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.randint(0, vocab, (1, length), generator=torch.Generator().manual_seed(0))
+    with Memory() as step:
+        nn.functional.cross_entropy(model(ids, use_cache=False).logits[0], ids[0]).backward()
+    model.zero_grad()
+    with Memory() as measured:
+        fisher_trace(model, [{"input_ids": ids, "labels": ids}, {"input_ids": ids.flip(1), "labels": ids}])
+    assert 0.5 * step.most < measured.most < 1.3 * step.most
+
+
+def test_a_long_sequence_is_checked_by_some_of_its_positions_and_the_last():
+    labels = torch.arange(2 * 600).view(2, 600)
+    labels[1, 100:] = -100
+    batch = Batch.read({"input_ids": labels, "labels": labels}, nn.Linear(1, 1), causal=False)
+    fewer = batch.thinned()
+    assert fewer.predicted.sum(dim=1).tolist() == [120, 20]
+    assert bool(fewer.predicted[0, 599] & fewer.predicted[1, 99] & (fewer.predicted <= batch.predicted).all())
+    assert torch.equal(fewer.targets, labels[fewer.predicted])
+    assert fewer.thinned() is fewer
 
 
 def test_probabilities_are_not_taken_for_logits():

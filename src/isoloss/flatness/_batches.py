@@ -31,6 +31,7 @@ from isoloss.model_checks import (
 from isoloss.text.clusters import SequenceClusters, document_keys
 from isoloss.text.masking import IGNORED
 
+_MOST_CHECKED = 128  # predicted positions of a sequence that checks of a model need at most; all have V logits
 _IDS = ("labels", "input_ids", "position_ids", "token_type_ids")
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
@@ -156,13 +157,24 @@ class Batch:
         return self.rows(self.predicted.any(dim=1).nonzero()[:count, 0])
 
     @torch.inference_mode(False)
+    def thinned(self) -> Batch:
+        """Return the batch with fewer predicted positions, of each sequence the last and others, where it has many."""
+        left = self.predicted.flip(1).cumsum(dim=1).flip(1) - 1  # predicted positions behind each
+        step = -(-(int(left.max()) + 1) // _MOST_CHECKED)
+        if step < 2:
+            return self
+        kept = self.predicted & (left % step == 0)
+        return Batch(self.inputs, kept, self.targets[kept[self.predicted]])
+
+    @torch.inference_mode(False)
     def every_other(self) -> Batch:
         """Return the batch with every second position predicted, whatever was: each has one before it that is not.
 
-        They are not as many as a sequence has, so that what belongs to the positions of one cannot be taken for theirs.
+        Of a long sequence they are fewer. They are not as many as a sequence has, so that what belongs to the positions
+        of one cannot be taken for theirs.
         """
         predicted = torch.zeros_like(self.predicted)
-        predicted[:, 1::2] = True
+        predicted[:, 1 :: max(2, predicted.shape[1] // _MOST_CHECKED)] = True
         if int(predicted.sum()) == predicted.shape[1]:
             predicted[-1, -1] = False
         return Batch(self.inputs, predicted, self.targets.new_zeros(int(predicted.sum())))

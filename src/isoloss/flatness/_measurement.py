@@ -30,7 +30,15 @@ from isoloss.flatness._parameters import (
     requiring_gradients,
 )
 from isoloss.machine import disable_malloc_trim
-from isoloss.model_checks import architecture, device_of, eager_with_grad, is_causal, refuse_dropout, unwrapped
+from isoloss.model_checks import (
+    architecture,
+    device_of,
+    eager_with_grad,
+    is_causal,
+    refuse_dropout,
+    resharded,
+    unwrapped,
+)
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import AuxiliaryMeans, ClusteredRatio, ClusteredRatioEstimator, ColumnRatios
 from isoloss.text.clusters import Blocks, SequenceClusters, equal_blocks
@@ -196,6 +204,7 @@ class Estimator(abc.ABC):
     num_controls = 0  # C
     by_parameter = True  # whether the columns are the parameters; else there is one
     by_batch = False  # whether a batch is one sample
+    takes_shards = False  # whether the model may be sharded by `fully_shard`
 
     def __init__(
         self,
@@ -211,7 +220,7 @@ class Estimator(abc.ABC):
         refuse_dropout(model)
         self.model, self.num_probes, self.seed = model, num_probes, seed
         self.causal = is_causal(model) if causal is None else causal
-        self.parameters = counted_parameters(model, parameters)
+        self.parameters = counted_parameters(model, parameters, shards=self.takes_shards)
         self.parameter_blocks = parameter_blocks  # not None, even where it is empty: the columns' ratios are wanted
         self.cluster_size = cluster_size  # consecutive sequences that are not independent
         self.choices: dict[str, int] = {}  # what it chose at the first batch
@@ -289,6 +298,12 @@ class Measurement:
     ) -> None:
         if distributed and not (dist.is_available() and dist.is_initialized()):
             raise IsolossError("distributed is set, but torch.distributed has no process group: start it with torchrun")
+        if distributed and resharded(source.model):
+            # how many passes a batch takes depends on its data, and each pass of a sharded model is of all processes
+            raise IsolossError(
+                "distributed is set, and the processes of a sharded model run each pass together: leave it out, and "
+                "give every process the same batches"
+            )
         self._model, self._source, self._distributed = source.model, source, distributed
         self._auxiliary, self._finish = auxiliary_sample, finish
         self._first = dist.get_rank() * _OF_A_PROCESS if distributed else 0

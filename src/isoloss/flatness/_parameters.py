@@ -16,17 +16,24 @@ import torch
 from torch import nn
 
 from isoloss.errors import IsolossError, warn
-from isoloss.model_checks import measured_parameters, unwrapped
+from isoloss.model_checks import measured_parameters, resharded, unwrapped
 
 
 def counted_parameters(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
+    model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None, *, shards: bool = False
 ) -> dict[str, nn.Parameter]:
     """Return the parameters that a measure is of, by name: the ones given, else all trainable ones; tied ones once.
 
     Where it is all of them and layers of the model are quantized, it warns with the number of weights that are left
-    out, as quantized weights are not parameters.
+    out, as quantized weights are not parameters. A model that is sharded is refused unless the measure can take
+    `shards`.
     """
+    if resharded(model) and not shards:
+        raise IsolossError(
+            f"{type(unwrapped(model)).__name__} is sharded by fully_shard, and this measure needs whole weights: only "
+            "fisher_trace (method='ghost', without a rescaling), empirical_fisher_trace and per_sequence_grad_norms "
+            "measure a sharded model"
+        )
     if parameters is None:
         trainable = measured_parameters(model)
         if layers := _quantized(model):

@@ -79,7 +79,8 @@ def fisher_trace(
     is cut into batches.
 
     Args:
-        model: A Hugging Face language model, or a module whose output has `logits` (B, T, V). It is left as found.
+        model: A Hugging Face language model, or a module whose output has `logits` (B, T, V). It is left as found. One
+            that is sharded by `fully_shard` takes the same batches in each process, and `method="ghost"`.
         batches: Mappings of `labels` (B, T), -100 where nothing is predicted, and the model's inputs, B rows each, as
             tensors, arrays or lists; optionally `documents` (B,), the id of the text that each sequence is from: pass
             it where several sequences come from one text, or the error may be too small. The values of the other
@@ -222,6 +223,8 @@ def empirical_fisher_trace(
 
 class PerSequence(Estimator):
     """Squared norms from one backward pass to activations, for cotangents that a subclass puts on the logits."""
+
+    takes_shards = True
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)

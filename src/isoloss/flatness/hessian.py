@@ -90,6 +90,7 @@ class _WithResidual(ExactLabels):
     """The Fisher's part, and z^T H z of the residual for each group of sequences."""
 
     method = "Hessian, Fisher and residual"
+    takes_shards = False
     parts = ("fisher", "residual")
 
     def measure(self, batch: CheckedBatch) -> BatchSums:

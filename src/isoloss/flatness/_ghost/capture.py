@@ -92,6 +92,7 @@ class Capture(TorchFunctionMode):
         predicted: (B, T) the positions that are predicted.
         select_before: Select them before the linear map with this weight.
         unknown: (m,) which of the selected positions are NaN from there on; None: none.
+        shards: By the id of a parameter, what it is put together from for each pass.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Capture(TorchFunctionMode):
         *,
         select_before: torch.Tensor | None = None,
         unknown: torch.Tensor | None = None,
+        shards: Mapping[int, Any] | None = None,
     ) -> None:
         super().__init__()
         self.layout = Layout(*predicted.shape)
@@ -110,7 +112,7 @@ class Capture(TorchFunctionMode):
         self._matrices = {name: value.numel() for name, value in parameters.items() if value.ndim == 2}
         self._sequence_ids, self._independent = SequenceIds(), BatchIndependent(self)
         self._aliases: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
-        self.predicted, self.unknown = predicted, unknown
+        self.predicted, self.unknown, self._shards = predicted, unknown, shards or {}
         self._select_before = select_before
         self._last_linear: _Linear | None = None
         self._last_output: torch.Tensor | None = None
@@ -223,7 +225,13 @@ class Capture(TorchFunctionMode):
         # a view of the output, or the output itself, and nothing written since
         if output.data_ptr() != logits.data_ptr() or logits._version != last.version:
             return None
-        return last.hidden, Decoder(last.weight.detach(), None if last.bias is None else last.bias.detach())
+        return last.hidden, Decoder(self._numbers(last.weight), None if last.bias is None else self._numbers(last.bias))
+
+    @torch.no_grad()
+    def _numbers(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for use after the forward pass, when a parameter's own numbers may have been freed."""
+        shard = self._shards.get(id(value))
+        return value.detach() if shard is None else shard.full_tensor().to(value.dtype)
 
     @property
     def before_last_linear(self) -> list[ParameterUse]:

@@ -44,11 +44,13 @@ def exact_labels_(
 def with_probe_(root_p: torch.Tensor, counts: torch.Tensor, octets: torch.Tensor) -> torch.Tensor:
     """Do as `exact_labels_` with the signs of one row of `packed_probes`, a stream for each sequence."""
     sizes, vocabulary, start, read = counts.tolist(), root_p.shape[1], 0, 0
-    # signs are drawn 8 to the octet, and unpacked for a few sequences at a time: together they would take a quarter of
-    # the logits' memory
-    step = max(1, _limit(root_p) // max(1, vocabulary * max(sizes)))  # sequences whose signs are unpacked together
-    for first in range(0, len(sizes), step):
-        numbers = [count * vocabulary for count in sizes[first : first + step]]
+    # signs are drawn 8 to the octet, and unpacked for a few sequences at a time, or a few positions of a long one: all
+    # of them, in the type of what they multiply, would take the logits' memory once more
+    step = _limit(root_p) // max(1, vocabulary * max(sizes))  # sequences whose signs are unpacked together
+    few = max(8, _limit(root_p) // vocabulary // 8 * 8)  # positions, whose signs end with an octet
+    parts = [[min(few, count - done)] for count in sizes for done in range(0, count, few)]
+    for counts_of_part in [sizes[first : first + step] for first in range(0, len(sizes), step)] if step else parts:
+        numbers = [count * vocabulary for count in counts_of_part]
         rows = root_p[start : start + sum(numbers) // vocabulary]
         length = sum(map(_octets, numbers))
         rows.mul_(unpacked_probes(octets[read : read + length], numbers).view(rows.shape).to(rows.device))

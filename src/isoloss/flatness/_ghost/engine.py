@@ -34,11 +34,13 @@ from isoloss.model_checks import (
     device_of,
     eager_with_grad,
     forward_arguments,
+    gathered_parameters,
     logits_of_output,
     max_length,
     measured_parameters,
     refuse_dropout,
     refuse_random_training,
+    resharded,
     text_config,
     unwrapped,
 )
@@ -95,7 +97,10 @@ def predict(model: nn.Module, batch: Batch, capture: Capture, selection: Positio
 
 def plain_logits(model: nn.Module, batch: Batch, *, graph: bool = False) -> torch.Tensor:
     """Return the predicted logits (m, V) of a model that is run as it is, with their graph or without."""
-    return all_logits(model, batch, graph=graph)[batch.predicted]
+    logits, places = all_logits(model, batch, graph=graph).flatten(0, 1), batch.predicted.flatten().nonzero()[:, 0]
+    # a view of consecutive positions, which may be all of a long sequence
+    is_run = len(places) > 0 and int(places[-1] - places[0]) == len(places) - 1
+    return logits[int(places[0]) : int(places[-1]) + 1] if is_run else logits[places]
 
 
 def all_logits(model: nn.Module, batch: Batch, *, graph: bool = False) -> torch.Tensor:
@@ -210,6 +215,15 @@ class SquaredNorms:
     intermediate_cotangents: list[torch.Tensor]  # (m, d) of each intermediate activation (`intermediates_of`)
 
 
+@dataclass(frozen=True)
+class _PlainPass:
+    """The results of a forward pass in which nothing is selected, by which selections are judged."""
+
+    logits: torch.Tensor  # (m, V) detached
+    without_rule: set[str]
+    decoder_weight: torch.Tensor | None
+
+
 class GhostNorms:
     """Predictions of a language model and the squared gradient norms of each sequence.
 
@@ -234,7 +248,11 @@ class GhostNorms:
         parameter_blocks: Mapping[str, ParameterBlocks] | None = None,
     ) -> None:
         refuse_dropout(model)
-        self.parameters = measured_parameters(model) if parameters is None else dict(parameters)
+        # of a model that is sharded, forward passes have whole parameters, and these are in the graph
+        self._gathered = gathered_parameters(model)
+        measured = measured_parameters(model) if parameters is None else dict(parameters)
+        self._shards = {id(whole): shard for shard, whole in self._gathered.items()}
+        self.parameters = {name: self._gathered.get(value, value) for name, value in measured.items()}
         self.names = list(self.parameters)  # P
         self.columns = ParameterColumns(self.parameters, parameter_blocks)
         self.selection = PositionSelection()  # what comes later sees the predicted positions alone
@@ -249,9 +267,11 @@ class GhostNorms:
         self._draws = False  # whether a forward pass draws random numbers
         # a selection that is right for two sequences may be wrong for a batch where data decide a branch
         self._since_check, self._skipped_checks = _EVERY, False  # the first batch is checked
+        self._thinning = 1.0  # predicted positions of the first sequences for each that they are checked by
 
     def __enter__(self) -> Self:
-        self._flags = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
+        parameters = [*self._model.parameters(), *self._gathered.values()]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         # no gradient of a parameter can be formed then: the graph ends in the outputs of their uses, its leaves
         self._switch_on(())
         return self
@@ -350,8 +370,7 @@ class GhostNorms:
                 break
             # the graph of this pass does not lead to them: it is made again with their `requires_grad` on
             self._slow |= unknown
-            for name in unknown:
-                self.parameters[name].requires_grad_()
+            self._switch_on(self._slow)
         self._require_gradient(predictions)
         return predictions
 
@@ -363,14 +382,26 @@ class GhostNorms:
         self, batch: Batch, selection: PositionSelection, *, unknown: torch.Tensor | None = None
     ) -> Predictions | None:
         watched = {name: value for name, value in self.parameters.items() if name not in self._slow}
-        capture = Capture(watched, batch.predicted, select_before=selection.weight, unknown=unknown)
-        return predict(self._model, batch, capture, selection)
+        capture = Capture(
+            watched, batch.predicted, select_before=selection.weight, unknown=unknown, shards=self._shards
+        )
+        try:
+            return predict(self._model, batch, capture, selection)
+        except Exception:
+            # a sharded model would go on with this pass; only the outermost group forgets it, and none in older torch
+            with contextlib.suppress(RuntimeError, AttributeError):
+                for group in resharded(self._model):
+                    group.reset_iter_state()
+            raise
 
     def _switch_on(self, names: Iterable[str]) -> None:
-        for parameter in self._model.parameters():
+        for parameter, _ in self._flags:
             parameter.requires_grad_(False)
         for name in names:
-            self.parameters[name].requires_grad_()
+            whole = self.parameters[name]
+            # the shard's flag too, which the whole parameter gets whenever it is put together
+            for parameter in (whole, self._shards.get(id(whole), whole)):
+                parameter.requires_grad_()
 
     def _generators(self) -> list[torch.Generator]:
         device, generators = device_of(self._model), [torch.default_generator]
@@ -438,8 +469,16 @@ class GhostNorms:
         self, predictions: Predictions, cotangent: torch.Tensor, names: Iterable[str], sequences: Sequence[int]
     ) -> torch.Tensor:
         """Return (len(sequences), K) norms, by one backward pass to the named parameters a sequence."""
-        wanted = [self.parameters[name] for name in names]
+        wanted = {name: self.parameters[name] for name in names}
         norms = torch.zeros(len(sequences), len(self.columns), dtype=torch.float64)
+
+        def take(index: int, name: str, gradient: torch.Tensor) -> torch.Tensor:
+            self._reached.add(name)
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            norms[index, self.columns.of[name]] = self.columns.squares(name, dense)
+            # zeros without memory, so that one parameter's gradient at a time is in it
+            return gradient if gradient.is_sparse else gradient.new_zeros(()).expand(gradient.shape)
+
         for index, sequence in enumerate(sequences):
             chosen = (predictions.rows == sequence).nonzero()[:, 0]
             if not len(chosen):
@@ -449,12 +488,14 @@ class GhostNorms:
             # where the caller has switched gradients off, the slice would have no graph
             with eager_with_grad(self._model):
                 logits = predictions.logits[part]
-            gradients = torch.autograd.grad(logits, wanted, cotangent[part], retain_graph=True, allow_unused=True)
-            for name, gradient in zip(names, gradients, strict=True):
-                if gradient is not None:
-                    self._reached.add(name)
-                    dense = gradient.to_dense() if gradient.is_sparse else gradient
-                    norms[index, self.columns.of[name]] = self.columns.squares(name, dense)
+            hooks = [value.register_hook(partial(take, index, name)) for name, value in wanted.items()]
+            try:
+                torch.autograd.grad(
+                    logits, list(wanted.values()), cotangent[part], retain_graph=True, allow_unused=True
+                )
+            finally:
+                for hook in hooks:
+                    hook.remove()
         return norms
 
     # --- the earliest point where the predicted positions can be selected ---
@@ -466,10 +507,9 @@ class GhostNorms:
             return PositionSelection()
         try:
             with self._same_draws(), calls(unwrapped(self._model), batch.predicted.shape) as made:
-                plain = self._attempt(batch, PositionSelection())
+                plain = self._plain_pass(batch)
         except IsolossError:  # of positions that need not be finite
             return PositionSelection()
-        assert plain is not None
         # a model is often measured again, in training for one; the last place is checked and the search left out
         last = LAST_SELECTION.get(self._model)
         candidates = (
@@ -480,11 +520,18 @@ class GhostNorms:
         LAST_SELECTION[self._model] = candidates[-1] if candidates else PositionSelection()
         return LAST_SELECTION[self._model]
 
-    def _search(self, plain: Predictions, batch: Batch, made: list[Call]) -> list[PositionSelection]:
+    def _plain_pass(self, batch: Batch) -> _PlainPass:
+        """Return what a pass without a selection gives, and nothing that keeps its graph."""
+        plain = self._attempt(batch, PositionSelection())
+        assert plain is not None
+        weight = None if plain.decoder is None else plain.capture.last_weight
+        return _PlainPass(plain.logits.detach(), plain.capture.without_rule, weight)
+
+    def _search(self, plain: _PlainPass, batch: Batch, made: list[Call]) -> list[PositionSelection]:
         """Return the selections, the latest first, that give what a plain pass did, for as long as they do."""
         candidates: list[PositionSelection] = []
-        if plain.decoder is not None:
-            decoder = PositionSelection(weight=plain.capture.last_weight)
+        if plain.decoder_weight is not None:
+            decoder = PositionSelection(weight=plain.decoder_weight)
             candidates += [decoder] if self._is_exact(plain, batch, decoder) else []
         # from the end: as soon as a place is wrong, so are all before it
         for call in reversed(made):
@@ -493,19 +540,19 @@ class GhostNorms:
             candidates.append(earlier)
         return candidates
 
-    def _is_exact(self, plain: Predictions, batch: Batch, selection: PositionSelection) -> bool:
+    def _is_exact(self, plain: _PlainPass, batch: Batch, selection: PositionSelection) -> bool:
         """Whether selection there gives the logits and the rules of a plain pass, and mixes no positions' gradients."""
         try:
             with self._same_draws():
                 early = self._attempt(batch, selection)
-            if early is None or early.capture.without_rule - plain.capture.without_rule:
+            if early is None or early.capture.without_rule - plain.without_rule:
                 return False
             # the same logits, and no position's gradient reaches another position
             return agree(early.logits, plain.logits) and _separates_positions(early)
         except Exception:  # what needs all positions may fail in any way
             return False
 
-    def _separates(self, plain: Predictions, batch: Batch, selection: PositionSelection) -> bool:
+    def _separates(self, plain: _PlainPass, batch: Batch, selection: PositionSelection) -> bool:
         """Whether positions keep their logits where the first and the last one are NaN from there on.
 
         NaN times zero is NaN: neither a weight that is zero nor a unit that is off hides that positions meet.
@@ -527,7 +574,8 @@ class GhostNorms:
         Parameters whose norms by rule differ go to the slow path. Positions are no longer selected early if that is
         what makes a difference.
         """
-        batch = batch.without_coincidence()
+        whole, batch = batch.without_coincidence(), batch.thinned().without_coincidence()
+        self._thinning = len(whole.targets) / len(batch.targets)
         with self._same_draws():
             logits, cotangent, exact = self._autograd_reference(batch)
         agrees, far = self._compare(batch, logits, cotangent, exact)
@@ -564,7 +612,7 @@ class GhostNorms:
         self._since_check = 0
         last = int(predictions.rows[-1])
         alone = plain_logits(self._model, batch.rows(torch.tensor([last])))
-        return agree(predictions.logits.detach()[predictions.rows == last], alone)
+        return agree(predictions.logits.detach()[-len(alone) :], alone)  # a view, as rows ascend
 
     def _give_up_selection(self) -> None:
         if self._skipped_checks:
@@ -645,8 +693,8 @@ class GhostNorms:
             if not use.selected and len(use.shape) > 2
         )
         # what further probes of the tail alone cost, in parts of a whole pass
-        works = [(use.work, use.work * use.selected) for use in capture.uses]
-        self.tail_fraction = sum(tail for _, tail in works) / max(1, sum(work for work, _ in works))
+        tail = self._thinning * sum(use.work for use in capture.uses if use.selected)
+        self.tail_fraction = tail / max(1, tail + sum(use.work for use in capture.uses if not use.selected))
         precision = torch.finfo(logits.dtype).eps
         total = exact.sum(dim=1, keepdim=True)
         # relative to each norm, but for what is as small as the rounding of the largest norms
