@@ -488,7 +488,10 @@ class GhostNorms:
             # where the caller has switched gradients off, the slice would have no graph
             with eager_with_grad(self._model):
                 logits = predictions.logits[part]
-            hooks = [value.register_hook(partial(take, index, name)) for name, value in wanted.items()]
+            hooks = [
+                value.register_hook(partial(take, index, name))  # type: ignore[no-untyped-call]
+                for name, value in wanted.items()
+            ]
             try:
                 torch.autograd.grad(
                     logits, list(wanted.values()), cotangent[part], retain_graph=True, allow_unused=True

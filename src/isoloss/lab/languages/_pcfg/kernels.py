@@ -309,8 +309,8 @@ class Kernels:
                 # by start and, of one start, by block; of one part, the cuts keep their order
                 rows_of_step = rows_of_step[:, rows_of_step[0].argsort(kind="stable")]
                 numbers, first, count = np.unique(rows_of_step[0], return_index=True, return_counts=True)
-                start, nth = np.divmod(numbers, len(step.parts))
-                pairs = np.array([self._pair_range[index] for index, _ in step.parts])[nth].T
+                start, of_start = np.divmod(numbers, len(step.parts))
+                pairs = np.array([self._pair_range[index] for index, _ in step.parts])[of_start].T
                 parent = offset[step.key] + start * size[step.key[0]]
                 begins, widths = np.array(plan.starts[step.key])[start], np.full(len(start), step.key[1])
                 parts.append(np.stack([parent, *pairs, total + first, total + first + count, begins, widths]))
