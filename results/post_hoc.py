@@ -23,7 +23,7 @@ PILOT = RESULTS / "dose-response/pilot.toml"
 DOSE_RESPONSE = ("dose-response", "dose-response-repeated")
 OPTIMIZERS = ("optimizers", "optimizers-repeated")
 SLOPES = ("dose-response-24-grammars", "dose-response-24-grammars-repeated")
-RATES = ("optimizers-three-rates",)
+RATES = ("optimizers-three-rates", "optimizers-three-rates-repeated")
 
 DOSES = ("sharp-3", "sharp-2", "sharp-1", "sham", "flat-1", "flat-2", "flat-3")  # from the sharpest to the flattest
 NOISES = ("sham", "noise-1", "noise-2", "noise-3")
