@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,9 +120,15 @@ class ModelComparison(TraceComparison):
 
     def _scale(self, name: str) -> float:
         """Return what the estimates of this name are multiplied by where they are shown."""
-        values = self.of(name).values()
-        in_nats = all(each.unit.startswith("nats") for each in values)
-        return 1e3 if in_nats and 0 < max(abs(each.value) for each in values) < _MILLI else 1.0
+        return self._scales[name]
+
+    @functools.cached_property
+    def _scales(self) -> dict[str, float]:
+        def scale(values: Collection[Estimate]) -> float:
+            in_nats = all(each.unit.startswith("nats") for each in values)
+            return 1e3 if in_nats and 0 < max(abs(each.value) for each in values) < _MILLI else 1.0
+
+        return {name: scale(self.of(name).values()) for name in self.names}
 
     def shown(self, name: str, estimate: Estimate) -> Estimate:
         """Return an estimate of this name, or a difference of two, in the unit of its title."""

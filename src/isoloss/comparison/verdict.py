@@ -111,7 +111,7 @@ class TraceComparison(Tabular):
         """The estimates' names."""
         return tuple(next(iter(self.models.values())))
 
-    @property
+    @functools.cached_property
     def paired(self) -> tuple[str, ...]:
         """The names of the estimates that have differences, as the influence of each sample is known."""
         return tuple(name for name in self.names if all(e.influence is not None for e in self.of(name).values()))
@@ -185,7 +185,7 @@ class TraceComparison(Tabular):
         return found
 
     def _estimate(self, model: str, name: str) -> Estimate:
-        for kind, wanted, known in (("model", model, tuple(self.models)), ("estimate", name, self.names)):
+        for kind, wanted, known in (("model", model, self.models), ("estimate", name, self.names)):
             if wanted not in known:
                 raise IsolossError(f"there is no {kind} {wanted}; the {kind}s are {', '.join(known)}")
         return self.models[model][name]

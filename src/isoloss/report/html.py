@@ -138,7 +138,11 @@ def interval_rows(
     for row in rows:
         if row.scale:
             shared.setdefault(row.scale, []).append(row)
-    drawn = [(row, _plot(row, shared.get(row.scale, [row])) if row.value is not None else "") for row in rows]
+    reaches = {scale: _reach(sharing) for scale, sharing in shared.items()}
+    drawn = [
+        (row, _plot(row, reaches[row.scale] if row.scale else _reach([row])) if row.value is not None else "")
+        for row in rows
+    ]
     groups = [(name, list(members)) for name, members in itertools.groupby(drawn, lambda each: each[0].group)]
     judged = any(row.verdict for row in rows)
     template = environment().get_template("interval_rows.html.j2")
@@ -158,22 +162,26 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 
     return Markup(rendered)  # noqa: S704 - the template escapes
 
 
-def _plot(row: IntervalRow, sharing: Sequence[IntervalRow]) -> Markup:
-    """Return the plot of a row, on the axis of all rows that share its scale."""
+def _position(value: float, row: IntervalRow) -> float:
+    return math.log(value / row.reference) if row.log else value - row.reference
 
-    def position(value: float, one: IntervalRow = row) -> float:
-        return math.log(value / one.reference) if one.log else value - one.reference
 
+def _reach(sharing: Sequence[IntervalRow]) -> float:
+    """Return how far the axis of rows that share a scale goes to either side."""
     drawn = [one for one in sharing if one.value is not None]
-    reaches = sorted(max(abs(position(end, one)) for end in (one.low, one.high)) for one in drawn)
-    values = [abs(position(one.value, one)) for one in drawn if one.value is not None]
+    reaches = sorted(max(abs(_position(end, one)) for end in (one.low, one.high)) for one in drawn)
+    values = [abs(_position(one.value, one)) for one in drawn if one.value is not None]
     # one wide interval must not flatten the others: all values and the narrower half of the intervals fit, and an
     # interval that goes on beyond the edge ends in an arrow
-    reach = 1.1 * max(reaches[(len(reaches) - 1) // 2], *values) or 1.0
+    return 1.1 * max([0.0, *reaches[: (len(reaches) + 1) // 2], *values]) or 1.0
+
+
+def _plot(row: IntervalRow, reach: float) -> Markup:
+    """Return the plot of a row, on an axis that goes so far."""
     middle = _WIDTH / 2
 
     def at(value: float) -> float:
-        return middle + position(value) / reach * (middle - _EDGE)
+        return middle + _position(value, row) / reach * (middle - _EDGE)
 
     def cut(x: float) -> float:
         return min(max(x, _EDGE), _WIDTH - _EDGE)

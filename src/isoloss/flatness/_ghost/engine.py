@@ -472,7 +472,9 @@ class GhostNorms:
         wanted = {name: self.parameters[name] for name in names}
         norms = torch.zeros(len(sequences), len(self.columns), dtype=torch.float64)
 
-        def take(index: int, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        def take(index: int, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+            if gradient is None:  # behind a layer that passes none
+                return None
             self._reached.add(name)
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             norms[index, self.columns.of[name]] = self.columns.squares(name, dense)
