@@ -113,7 +113,8 @@ def versions(libraries: tuple[str, ...]) -> dict[str, str]:
 def record_of(script: str, libraries: tuple[str, ...]) -> dict[str, Any]:
     """Return what a record says of the run: the command, the date, the machine and its load, and the versions."""
     return {
-        "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        # no path of this machine
+        "command": " ".join(["python", f"benchmarks/{script}", *(Path(each).name for each in sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
         "load": ", ".join(f"{value:.1f}" for value in os.getloadavg()),
