@@ -293,3 +293,31 @@ def test_a_model_without_known_rescalings_is_compared_without_a_verdict(batches)
     assert f"is missing: {comparison.no_minimal}" in str(comparison)
     with pytest.raises(IsolossError, match=r"^a: "):
         compare_traces(models, batches, causal=True, minimal=True)
+
+
+def test_of_more_than_20_models_the_differences_in_json_are_those_from_the_first():
+    found = []
+    for number in (3, 21):
+        known = compared({f"m{place}": (5 + place, 3 + place, 2.0, str(place)) for place in range(number)})
+        found.append({(pair["first"], pair["second"]) for pair in known.to_dict()["pairs"]})
+    few, many = found
+    assert few == {("m0", "m1"), ("m0", "m2"), ("m1", "m2")}
+    assert many == {("m0", f"m{place}") for place in range(1, 21)}
+
+
+def test_the_loss_of_tokens_whose_probability_float32_does_not_hold():
+    class Sure(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.head = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, input_ids):
+            return ModelOutput(logits=100 * self.head(self.table(input_ids)))
+
+    model, ids = Sure(), torch.randint(0, 8, (16, 6), generator=torch.Generator().manual_seed(0))
+    found = compare_traces({"a": model}, [{"input_ids": ids, "labels": ids}], causal=True).models["a"]["loss"].value
+    logits = model(ids).logits[:, :-1].detach().double()
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    assert found == pytest.approx(float(each.mean()), rel=1e-6)
+    assert each.max() > 104  # exp(-104) is 0 in float32

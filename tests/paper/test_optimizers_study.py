@@ -166,3 +166,12 @@ def test_one_grammar_is_no_study():
     assert FEW.complete(results) == []
     assert tables(results) == ()
     assert {claim.verdict for claim in judged(STUDY, results)} == {"not tested"}
+
+
+@pytest.mark.parametrize(("scale", "expected"), [("laptop", {(34.0, 18.0)}), ("smoke", {(None, None)})])
+def test_the_plan_knows_what_a_draw_took(scale, expected):
+    def seconds(each):
+        return each.expected and each.expected.seconds
+
+    runs = STUDY.scale(scale).experiments.values()
+    assert {(seconds(run), seconds(part)) for run in runs for part in run.measurements} == expected

@@ -40,6 +40,7 @@ _PART = 1 << 20  # numbers that are in float64 at a time
 _ROWS = 64  # positions whose logits stay in a CPU's cache while their losses are computed
 
 
+# not a `Capture`, which follows every function of a pass and would take a third of a small model's time
 class _SelectedAtDecoder(TorchFunctionMode):
     """Gives the linear map with the weight `decoder` the predicted positions (1, m, d) instead of all (B, T, d)."""
 
