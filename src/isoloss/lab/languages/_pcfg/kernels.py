@@ -59,19 +59,6 @@ class _FlatPlan:
 
 
 @dataclass(frozen=True)
-class _Above:
-    """What `fill_outside` needs for scores given the tokens to the left alone; a chart of its own rows."""
-
-    rows: int
-    roots: list[int]
-    parts: Integers  # as those of a flat plan
-    starts: Integers  # (Q,) of the parents
-    splits: Integers
-    lefts: Integers  # (N,)
-    right: Floats  # (rows, 1) probability of what may follow, not scaled
-
-
-@dataclass(frozen=True)
 class _Tables:
     """A grammar's numbers in one dtype."""
 
@@ -97,11 +84,7 @@ class Kernels:
         self._pair_range, self._pairs, self._targets, self._weights = _flat_blocks(planner)
         self._plans: dict[tuple[int, bool, bool], _FlatPlan | None] = {}
         self._tables: dict[np.dtype[Any], _Tables] = {}
-        self._of_prefixes: dict[tuple[int, bool, np.dtype[Any]], _Above] = {}
-        self._length_probs = rules.length_probs
-        longest = [int(np.flatnonzero(rules.feasible[members[0]]).max(initial=0)) for members in planner.members]
-        # of tokens that a rule may lead to: where no sentence is longer than a plan, nothing is cut
-        self._most = max((longest[block.left] + longest[block.right] for block in planner.blocks), default=1)
+        self._of_unknown: dict[tuple[int, bool, np.dtype[Any]], Floats] = {}
 
     def run(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, leaves: bool
@@ -138,75 +121,33 @@ class Kernels:
         if flat is not None:
             tables = self._in(numbers[1].dtype)
             rules = (self._pairs, self._targets, tables.weights)
-            above = self._above(plan, flat, numbers[1].dtype)
+            unknown = self._unknown(plan, flat, numbers[1].dtype)
             inside = np.empty((flat.rows, flat.lanes(n)), dtype=numbers[1].dtype)
-            outside = np.empty((above.rows, inside.shape[1]), dtype=inside.dtype)
+            outside = np.empty_like(inside)
             leaves = flat.leaves[flat.leaves[:, 1] < length]
             # what ends before the last token is a left sibling, and what begins before the end may be above a token
-            left, open_ = flat.parts[flat.is_left & (flat.starts + flat.widths < length)], above.starts < length
+            left = flat.parts[flat.is_left & (flat.starts + flat.widths < length)]
+            above = flat.parts[flat.starts < length]
             for first in range(0, n, inside.shape[1]):
                 fill_leaves(inside, *numbers, first, tables.emission, leaves)
                 fill_inside(inside, left, flat.splits, *rules)
                 outside.fill(0)
-                outside[above.roots] = 1
-                fill_outside(outside, inside, above.right, above.parts[open_], above.splits, above.lefts, *rules)
+                outside[flat.roots] = 1
+                fill_outside(outside, inside, unknown, above, flat.splits, *rules)
                 write_scores(scores, mass, outside, first, leaves, tables.total, self._score_of)
         return torch.from_numpy(scores), torch.from_numpy(mass)
 
-    def _above(self, plan: Plan, flat: _FlatPlan, dtype: np.dtype[Any]) -> _Above:
+    def _unknown(self, plan: Plan, flat: _FlatPlan, dtype: np.dtype[Any]) -> Floats:
+        """Return (rows, 1) inside scores of tokens that are not known, not scaled; the same for all sentences."""
         key = (plan.length, plan.prefixes, dtype)
-        if key not in self._of_prefixes:
-            whole = plan.prefixes and self._most <= plan.length
-            self._of_prefixes[key] = self._any_width(plan, flat) if whole else self._each_width(flat, dtype)
-        return self._of_prefixes[key]
-
-    def _each_width(self, flat: _FlatPlan, dtype: np.dtype[Any]) -> _Above:
-        """Return the plan's own rows, with the inside scores of unknown tokens, the same for all sentences."""
-        tables = self._in(dtype)
-        chart = np.zeros((flat.rows, 1), dtype=dtype)
-        for row, _, column, size in flat.leaves:
-            chart[row : row + size, 0] = tables.total[column : column + size]
-        fill_inside(chart, flat.parts, flat.splits, self._pairs, self._targets, tables.weights)
-        return _Above(flat.rows, flat.roots, flat.parts, flat.starts, flat.splits, flat.splits[:, 0], chart)
-
-    def _any_width(self, plan: Plan, flat: _FlatPlan) -> _Above:
-        """Return one row for all widths of a symbol from one start.
-
-        Where no sentence is too long, the score of a span that is open to the right does not depend on its width.
-        """
-        size = [len(members) for members in self._planner.members]
-        at: dict[tuple[int, int], int] = {}  # (group, start): its rows are those of the narrowest item
-        lefts_of: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (group, start): (width, row) of its items
-        for (group, width), first in flat.items.items():  # by ascending width
-            for index, start in enumerate(plan.starts[group, width]):
-                at.setdefault((group, start), first + index * size[group])
-                lefts_of.setdefault((group, start), []).append((width, first + index * size[group]))
-        parts: list[tuple[int, ...]] = []
-        starts: list[int] = []
-        splits: list[tuple[int, int]] = []
-        lefts: list[int] = []
-        # backwards, as they are taken: later starts before earlier ones, and parents behind their children
-        widest = [max((width for group, width in plan.starts if group == g), default=0) for g in range(len(size))]
-        order = sorted(range(len(self._planner.blocks)), key=lambda index: widest[self._planner.blocks[index].parent])
-        for start in range(plan.length - 1, -1, -1):
-            for index in order:
-                block, before = self._planner.blocks[index], len(splits)
-                if (block.parent, start) in at:
-                    for width, row in lefts_of.get((block.left, start), []):
-                        if (right := at.get((block.right, start + width))) is not None:
-                            lefts.append(at[block.left, start] if len(splits) == before else -1)
-                            splits.append((row, right))
-                if len(splits) > before:
-                    parts.append((at[block.parent, start], *self._pair_range[index], before, len(splits)))
-                    starts.append(start)
-        rows = max(row + size[group] for (group, _), row in at.items())
-        total = np.zeros((rows, 1), dtype=self._length_probs.dtype)
-        for (group, _), row in at.items():
-            total[row : row + size[group], 0] = self._length_probs[self._planner.members[group]].sum(axis=1)
-        # the start symbol is the first of its group
-        roots = [at[int(self._planner.group_of[0]), 0]]
-        arrays = _table(parts, 5), np.array(starts, dtype=np.int64), _table(splits, 2), np.array(lefts, dtype=np.int64)
-        return _Above(rows, roots, *arrays, total)
+        if key not in self._of_unknown:
+            tables = self._in(dtype)
+            chart = np.zeros((flat.rows, 1), dtype=dtype)
+            for row, _, column, size in flat.leaves:
+                chart[row : row + size, 0] = tables.total[column : column + size]
+            fill_inside(chart, flat.parts, flat.splits, self._pairs, self._targets, tables.weights)
+            self._of_unknown[key] = chart
+        return self._of_unknown[key]
 
     def span(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
@@ -246,7 +187,7 @@ class Kernels:
                 outside[flat.roots] = 1
                 # Narrower items are not asked for. The widths ascend, as the plan's steps do.
                 wider = flat.parts[np.searchsorted(flat.widths, narrowest, side="right") :]
-                fill_outside(outside, inside, inside, wider, flat.splits, flat.splits[:, 0], *rules)
+                fill_outside(outside, inside, inside, wider, flat.splits, *rules)
             yield first, inside, outside
 
     def _rows(self, plan: Plan, flat: _FlatPlan, start: int, width: int) -> tuple[Integers, Integers]:
@@ -402,7 +343,6 @@ def fill_outside(
     right: Floats,
     parts: Integers,
     splits: Integers,
-    lefts: Integers,
     pairs: Integers,
     targets: Integers,
     weights: Floats,
@@ -410,7 +350,6 @@ def fill_outside(
     """Compute dZ / d inside from the roots down, which hold 1, all other rows 0.
 
     The inside scores of what follows an item are in `right`: the chart's own, or those of unknown tokens in one column.
-    The left child's outside scores are at `lefts`; -1: another split counts for them.
     """
     pair = np.empty(inside.shape[1], inside.dtype)
     for q in range(len(parts) - 1, -1, -1):
@@ -428,15 +367,13 @@ def fill_outside(
                     pair[lane] += weight * outside[row, lane]
             for s in range(parts[q, 3], parts[q, 4]):
                 first, second = splits[s, 0] + b, splits[s, 1] + c
-                if lefts[s] >= 0:
-                    left = lefts[s] + b
-                    if right.shape[1] == 1:
-                        factor = right[second, 0]
-                        for lane in range(inside.shape[1]):
-                            outside[left, lane] += pair[lane] * factor
-                    else:
-                        for lane in range(inside.shape[1]):
-                            outside[left, lane] += pair[lane] * right[second, lane]
+                if right.shape[1] == 1:
+                    factor = right[second, 0]
+                    for lane in range(inside.shape[1]):
+                        outside[first, lane] += pair[lane] * factor
+                else:
+                    for lane in range(inside.shape[1]):
+                        outside[first, lane] += pair[lane] * right[second, lane]
                 for lane in range(inside.shape[1]):
                     outside[second, lane] += pair[lane] * inside[first, lane]
 
