@@ -155,7 +155,7 @@ def nltk_viterbi(language: PCFG, tokens: torch.Tensor) -> Contender:
     """Return nltk's search for the one best tree: it has no sum over trees that ends within a minute."""
     import nltk
 
-    parser = nltk.ViterbiParser(nltk.PCFG.fromstring(language.to_text("nltk")))
+    parser = nltk.ViterbiParser(nltk.PCFG.fromstring(language.to_text("nltk")), max_time=None)  # 5 s by default
     words = [language.vocabulary[token] for token in tokens.tolist()]
     best = max(tree.logprob() for tree in parser.parse(words)) * float(np.log(2))
     total = float(language.log_prob(tokens[None], torch.tensor([len(words)]))) + float(np.log(language._acceptance))

@@ -189,7 +189,7 @@ class Recursions:
         """Write (n, T, V), the log-probabilities of each token given the ids before it; return as `states`."""
         scales = self._scaled.new_empty(ids.shape[1], len(ids))
         states = self._forward(self._emitted(ids), scales, own=False)
-        batches.clamped_log_(torch.matmul(states.transpose(0, 1), self._emission, out=out))
+        batches.clamped_log_(torch.matmul(states.transpose(0, 1).contiguous(), self._emission, out=out))
         return scales.amin(dim=0)
 
     def _emitted(self, ids: torch.Tensor) -> list[torch.Tensor]:
