@@ -13,7 +13,7 @@ CORE := tests/test_*.py tests/cli/test_options.py tests/cli/test_subcommands.py 
 	tests/lab/training/test_more_optimizers.py tests/studies/test_reading.py tests/studies/test_notebook.py \
 	tests/studies/test_slurm.py
 
-.PHONY: help install demo study test test-all test-cluster test-floors lint types docs readme wheel bench-languages clean
+.PHONY: help install demo study test test-all test-cluster test-browser test-floors lint types docs readme wheel bench-languages clean
 
 help:
 	@echo "make install   isoloss and what it needs, into .venv"
@@ -22,6 +22,7 @@ help:
 	@echo "make test      the test suite"
 	@echo "make test-all  the test suite with the slow tests"
 	@echo "make test-cluster   the executors ray and slurm, on this machine; installs Ray"
+	@echo "make test-browser   the pages in Chromium, which must be installed; installs Playwright"
 	@echo "make test-floors   a part of the tests with the oldest versions of dependencies; downloads CUDA builds of torch"
 	@echo "make lint types docs   style, type and documentation checks"
 	@echo "make wheel     a wheel and a source archive, into dist/"
@@ -51,7 +52,7 @@ test: install
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --quiet
 
 test-all: install
-	$(BIN)/python -m pytest --numprocesses 3 --quiet -m "not gpu"
+	$(BIN)/python -m pytest --numprocesses 3 --quiet -m "not gpu and not browser"
 
 # Ray by its name: another process may run from the editable isoloss, which must not be installed again
 .venv/.cluster: .venv/.packages
@@ -60,6 +61,14 @@ test-all: install
 
 test-cluster: install .venv/.cluster
 	$(BIN)/python -m pytest --quiet -m "cluster and not slow" tests/studies
+
+# Playwright's driver and axe-core; the browser is the system's
+.venv/.browser: .venv/.packages
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright axe-playwright-python
+	touch $@
+
+test-browser: install .venv/.browser
+	$(BIN)/python -m pytest --quiet -rs -m browser tests/browser
 
 # pyproject.toml's oldest versions, in an environment of their own. That old packages warn is no failure; transformers
 # before 5.10 has not all that is needed for Emu3 and Mllama
