@@ -300,10 +300,10 @@ class ModelComparison(TraceComparison):
         if self._same_loss().holds:
             return best
         # a smaller rise is no advantage at a larger loss
-        answer, detail = "Not judged: the losses are not shown to be the same", f"the loss rises by {best.detail}"
+        answer, detail = "Not judged: the losses are not shown to be the same", f"rises of the loss: {best.detail}"
         if is_rounded:
             losses = [f"{self.short[model]} {number(loss)}" for model, loss in self.of("int4_loss").items()]
-            detail = f"with 4-bit weights, the loss is {', '.join(losses)}; it rises by {best.detail}"
+            detail = f"losses with 4-bit weights: {', '.join(losses)}; rises: {best.detail}"
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
 
     def _rounded(self) -> dict[str, tuple[int, int]]:
