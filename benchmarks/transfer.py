@@ -41,10 +41,10 @@ def planted(n: int, width: int, classes: int, *, decay: float) -> tuple[torch.Te
     if decay:
         axes = torch.linalg.qr(torch.randn(width, width, generator=g)).Q
         x = x * 5 * torch.arange(1, width + 1) ** -decay @ axes + torch.randn(width, generator=g)
-    centerd = x - x.mean(dim=0)
-    rule = 3 * torch.randn(width, classes, generator=g) / centerd.square().sum(dim=1).mean().sqrt()
+    centered = x - x.mean(dim=0)
+    rule = 3 * torch.randn(width, classes, generator=g) / centered.square().sum(dim=1).mean().sqrt()
     noise = -(-torch.rand(n, classes, generator=g).log()).log()
-    return x, (centerd @ rule + noise).argmax(dim=1)
+    return x, (centered @ rule + noise).argmax(dim=1)
 
 
 def extracted(path: Path, n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,10 @@
 """What is built for those who install isoloss: a wheel with all that it reads, and a source archive that makes one."""
 
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -42,6 +44,12 @@ def test_what_is_in_them(built):
         "PKG-INFO",
         ".gitignore",
     }
+
+
+def test_its_version_is_everywhere():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
 
 
 @pytest.mark.slow
