@@ -1,6 +1,7 @@
 """Sphinx configuration; the command-line and API references are generated from the code at every build."""
 
 import contextlib
+import importlib
 import io
 import multiprocessing
 import os
@@ -10,20 +11,21 @@ import runpy
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
+from typing import Any
 
 import torch
 from sphinx.application import Sphinx
 
-import isoloss
+from isoloss import __version__
 from isoloss.cli import study, theory
 from isoloss.cli.main import SUBCOMMANDS, main
-from isoloss.registry import Registry
 
 project = "isoloss"
 author = "the isoloss developers"
 project_copyright = "the isoloss developers"
-release = isoloss.__version__
+release = __version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 extensions += ["sphinx.ext.mathjax", "sphinx-mathjax-offline"]  # formulas without a network
 exclude_patterns = ["_build"]
@@ -106,28 +108,19 @@ def run_gallery() -> None:
         assert process.exitcode == 0, f"{process.name}.py fails"
 
 
-PACKAGES = [
-    "statistics",
-    "checkpoints",
-    "text",
-    "flatness",
-    "comparison",
-    "lab.languages",
-    "lab.models",
-    "lab.training",
-]
-PACKAGES += ["transfer", "lab.tasks", "lab.lookup", "lab.finetuning", "lab.finetune_config"]
-PACKAGES += ["lab.evaluation", "lab.presets", "lab.jit", "studies", "suites", "report", "paper", "ground"]
-RESULTS = {  # what the public functions take and return
-    "isoloss.comparison.verdict": "TraceComparison",
-    "isoloss.runs": "Run",
-    "isoloss.lab.evaluation.evaluator": "Evaluations",
-    "isoloss.checkpoints.loading": "LoadedModel",
-    "isoloss.transfer.tasks": "TaskData",
-    "isoloss.transfer.results": "TransferResult",
-    "isoloss.transfer.compare": "AccuracyComparison",
-    "isoloss.suites.lm_eval": "TaskResults",
-}
+PUBLIC = ("isoloss", "isoloss.flatness", "isoloss.transfer", "isoloss.lab.languages", "isoloss.studies")  # by `__all__`
+RESULTS = (  # what the functions of `isoloss` take and return
+    "isoloss.comparison.models.ModelComparison",
+    "isoloss.comparison.verdict.TraceComparison",
+    "isoloss.runs.Run",
+    "isoloss.lab.evaluation.evaluator.Evaluations",
+    "isoloss.checkpoints.loading.LoadedModel",
+    "isoloss.transfer.compare.AccuracyComparison",
+    "isoloss.suites.lm_eval.TaskResults",
+    "isoloss.registry.Registry",
+)
+NOT_FOR_USERS = ("design.md", "errata.md")  # these pages also name internal modules
+NAMED = re.compile(r"^ *from (isoloss[\w.]*) import ([\w, ]+)$|`(isoloss(?:\.\w+)+)", re.MULTILINE)
 
 
 def directive(kind: str, name: str, *options: str) -> str:
@@ -136,54 +129,50 @@ def directive(kind: str, name: str, *options: str) -> str:
     return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n{lines}```"
 
 
-def write_public_reference() -> None:
-    """Write the page of the public names, from `isoloss.__all__`."""
-    names = [name for name in isoloss.__all__ if name != "__version__"]
-    registries = [name for name in names if isinstance(getattr(isoloss, name), Registry)]
-    parts = ["# Public names", "`import isoloss` offers these names, and `__version__`."]
-    for name in (name for name in names if name not in registries):
-        member = getattr(isoloss, name)
-        kind, options = ("class", (":members:",)) if isinstance(member, type) else ("function", ())
-        parts.append(directive(kind, f"isoloss.{name}", *options))
-    listed = ", ".join(f"`{name}`" for name in registries)
-    parts.append(f"## Registries\n\n{listed}: components by name. Each is a registry, with these methods.")
-    parts.append(directive("class", "isoloss.registry.Registry", ":members:"))
-    parts.append("## Results\n\nThe classes of what these functions take and return, where not above.")
-    parts += [directive("class", f"{module}.{name}", ":members:") for module, name in RESULTS.items()]
-    (GENERATED / "api-public.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+def reference(name: str) -> str:
+    """Return the entry of a public name."""
+    member = pkgutil.resolve_name(name)
+    if isinstance(member, types.ModuleType):
+        return f"## {name}\n\n{directive('module', name, ':members:', ':ignore-module-all:')}"
+    if isinstance(member, type):
+        return directive("class", name, ":members:")
+    return directive("function", name) if callable(member) else f"`{name}`: a {type(member).__name__}"
+
+
+def named_on_pages() -> set[str]:
+    """Return what the pages for users import from isoloss, and what they name with its module."""
+    texts = [page.read_text(encoding="utf-8") for page in HERE.glob("*.md") if page.name not in NOT_FOR_USERS]
+    found = set()
+    for module, names, name in (match for text in texts for match in NAMED.findall(text)):
+        found |= {name} if name else {f"{module}.{each.strip()}" for each in names.split(",")}
+    return found
 
 
 def write_api_reference() -> None:
-    """Write the page of public names, then a page for each internal package, with the other members of its modules."""
-    write_public_reference()
-    elsewhere = {(getattr(isoloss, name).__module__, name) for name in isoloss.__all__ if name != "__version__"}
-    elsewhere |= {*RESULTS.items(), ("isoloss.registry", "Registry")}
-    modules = [m.name for m in pkgutil.walk_packages(isoloss.__path__, "isoloss.")]
-    modules = [
-        name for name in modules if not name.endswith("__main__") and ".cli" not in name and name != "isoloss.lab"
-    ]
-    groups: dict[str, list[str]] = {}
-    for name in modules:
-        parts = name.split(".")[1:]
-        is_package = (Path(*isoloss.__path__) / parts[0]).is_dir()
-        group = ".".join(parts[: 2 if parts[0] == "lab" else 1]) if is_package else "ground"
-        groups.setdefault(group, []).append(name)
-    assert sorted(PACKAGES) == sorted(groups), f"packages missing in the reference: {set(groups) ^ set(PACKAGES)}"
-    for group, names in groups.items():
-        title = f"isoloss.{group}" if group != "ground" else "isoloss: configs, files, seeds, runs"
-        parts = [
-            f"# {title} (internal)",
-            "Internal, and may change at any time, unless a page of the documentation names it.",
-        ]
-        for name in names:
-            excluded = ", ".join(sorted(member for module, member in elsewhere if module == name))
-            options = [":members:", ":ignore-module-all:", *([f":exclude-members: {excluded}"] if excluded else [])]
-            parts.append(f"## {name}\n\n{directive('module', name, *options)}")
-        (GENERATED / f"api-{group}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    internal = "\n".join(f"api-{group}" for group in PACKAGES)
+    """Write a page for each public package, one for the modules of statistics, and one for what else the pages name."""
+    pages = {package: [f"{package}.{name}" for name in importlib.import_module(package).__all__] for package in PUBLIC}
+    pages["isoloss"] += RESULTS
+    named = named_on_pages()
+    of_statistics = (name for name in named if name.startswith("isoloss.statistics."))
+    pages["isoloss.statistics"] = sorted({name.rpartition(".")[0] for name in of_statistics})
+    known = [pkgutil.resolve_name(name) for names in pages.values() for name in (*names, *pages)]
+    others = {name: pkgutil.resolve_name(name) for name in named}
+    # members of a module or class that has an entry have none of their own
+    modules = {each.__name__ for each in (*known, *others.values()) if isinstance(each, types.ModuleType)}
+    whole = modules - pages.keys() | set(pages["isoloss"])
+    others = {
+        name: member
+        for name, member in others.items()
+        if not any(member is each for each in known) and name.rpartition(".")[0] not in whole
+    }
+    pages["others"] = sorted(others, key=lambda name: (isinstance(others[name], types.ModuleType), name))
+    for page, names in pages.items():
+        title = page if page != "others" else "Other names on these pages"
+        (GENERATED / f"api-{page}.md").write_text("\n\n".join([f"# {title}", *map(reference, names)]) + "\n", "utf-8")
+    listed = "\n".join(f"api-{page}" for page in pages)
     (GENERATED / "api.md").write_text(
-        "# API reference\n\nGenerated from the docstrings.\n\n```{toctree}\napi-public\n```\n\n"
-        f"```{{toctree}}\n:caption: Internal packages\n\n{internal}\n```\n",
+        "# API reference\n\nEverything on these pages is public; everything else may change at any time.\n\n"
+        f"```{{toctree}}\n{listed}\n```\n",
         encoding="utf-8",
     )
 
@@ -199,9 +188,17 @@ def as_rst(app: object, what: str, name: str, member: object, options: object, l
                 lines[number] += ":"
 
 
+def without_back_links(app: object, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """Take the links back to the reference off pages of source: a name that is public in two packages has dead ones."""
+    del app, template, doctree
+    if page.startswith("_modules/"):
+        context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
+
+
 def setup(app: Sphinx) -> None:
-    """Register the change of docstrings."""
+    """Register the changes of docstrings and of pages of source."""
     app.connect("autodoc-process-docstring", as_rst)
+    app.connect("html-page-context", without_back_links)
 
 
 GENERATED.mkdir(exist_ok=True)

@@ -42,4 +42,6 @@ ALGORITHMS.register("gradient-noise", GradientNoiseConfig)
 common = {"language": LAPTOP_PCFG, "model": ModelConfig(size="d16"), "steps": 200, "batch_size": 32}
 for name, algorithm in {"plain": {}, "noisy": {"algorithm": GradientNoiseConfig()}}.items():
     pretrain(name, TrainConfig(**common, **algorithm, device="cpu", threads=1))
-print(evaluate(["plain", "noisy"], ["loss", "trace"]))
+evaluations = evaluate(["plain", "noisy"], ["loss", "trace"])
+for model, evaluation in zip(evaluations.models, evaluations, strict=True):
+    print(f"{model}: {evaluation.measure} {evaluation.estimates[evaluation.measure]}")

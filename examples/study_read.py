@@ -1,6 +1,6 @@
 """What did a study find?
 
-The results of a study are one folder of tables. This script reads the study of models of the same loss in this
+The results of a study are one folder of tables. This script reads the study of models with the same loss in this
 repository. For your own: `isoloss study new`, `isoloss study run`, `isoloss study export`; its page has the figures.
 """
 
@@ -20,7 +20,7 @@ for row in tested.iter_rows(named=True):
     interval = f"{row['difference']:+8.3g} ({row['low']:.3g} to {row['high']:.3g}) {row['unit']}"
     print(f"{row['claim']:18} {row['case']:14} {row['verdict']:13} {interval}")
 
-print("\nmodels of about one loss: means over grammars")
+print("\nmodels with about the same loss: means over grammars")
 print("                         KL (nats)  trace  minimal trace  accuracy of a probe")
 wide = study.wide().filter(pl.col("kl") < 0.02)
 means = wide.group_by("group").agg(pl.col("kl", "trace", "minimal-trace", "probe-prefix-4").mean()).sort("trace")

@@ -169,7 +169,7 @@ STUDIES = {
     "isoloss.paper.dose_response": {
         "dose-response": (
             "STUDY",
-            "flatter and sharper models of one loss, by a penalty of either sign: how does transfer respond?",
+            "flatter and sharper models with the same loss, by a penalty of either sign: how does transfer respond?",
         ),
     },
     "isoloss.paper.optimizers": {

@@ -182,7 +182,7 @@ def test_there_is_no_answer_where_much_of_a_model_was_not_rounded():
     *_, answer, _ = comparison.answers()
     assert (answer.question, answer.holds) == ("More robust at 4 bits?", None)
     assert answer.answer == "No answer: only 50 % of the weights of a's linear maps are rounded"
-    assert "rounded: 64 of 128 weights of linear maps" in str(comparison)
+    assert "Rounded: 64 of 128 weights of linear maps" in str(comparison)
 
 
 def test_it_says_what_it_is_over_and_is_one_table(measured):
@@ -191,14 +191,17 @@ def test_it_says_what_it_is_over_and_is_one_table(measured):
     out = str(comparison)
     assert out.splitlines()[0].split() == ["a", "b", "second", "minus", "first", "95", "%", "interval"]
     assert [line for line in TITLES.values() if not re.search(rf"^{re.escape(line)}[ ,]", out, re.M)] == []
-    assert " documents (with changed weights: over " in out
+    assert " documents. Rises, and losses with rounded weights, are over " in out
     assert " documents in 64 of the sequences" in out
     draws = comparison.models["a"]["noise_10%_rise"].details["draws"]
     assert draws >= 40
-    assert f"; noise: over 20 groups of documents and {draws} draws, each added and subtracted; rounded: " in out
+    assert (
+        f". Errors with noise are over 20 groups of documents and {draws} draws, each added and subtracted. Rounded: "
+        in out
+    )
     rounded = comparison.models["a"]["int4_rise"].details
     assert rounded["rounded_weights"] == rounded["map_weights"] > 0
-    assert f"; rounded: {rounded['map_weights']:,} of {rounded['map_weights']:,} weights of linear maps" in out
+    assert f". Rounded: {rounded['map_weights']:,} of {rounded['map_weights']:,} weights of linear maps" in out
     assert "<table>" in comparison._repr_html_()
     assert repr(comparison) == "ModelComparison(2 models; flattest: no verdict)"
 

@@ -165,7 +165,7 @@ def test_other_losses_give_no_verdict_but_a_wider_margin_does():
     comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.02, "2")})
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("loss",))
-    assert "Losses differ by more than 0.01 nats from the loss of a. Differences: b 0.02" in str(found)
+    assert "Losses differ by more than 0.01 nats from a's: b by 0.02" in str(found)
     assert " nats. Next: compare checkpoints whose losses are nearer (isoloss compare takes all" in str(found)
     assert comparison.verdict(loss_margin=0.03).flattest == "a"
     with pytest.raises(IsolossError, match="margin"):
@@ -179,7 +179,7 @@ def test_losses_that_may_be_the_same_take_more_inputs_and_no_other_checkpoints()
         comparison.models[name]["loss"] = dataclasses.replace(loss, stderr=0.007, influence=7 * loss.influence)
     found = verdict(comparison, more="more luck")
     assert (found.flattest, found.reasons) == (None, ("loss open",))
-    assert "It takes more luck to tell whether losses are within ± 0.01 nats of the loss of a." in str(found)
+    assert "It takes more luck to tell whether losses are within ± 0.01 nats of a's: b by " in str(found)
     assert "Next: take more luck, or ask which is better at a task" in str(found)
 
 

@@ -370,20 +370,24 @@ class ModelComparison(TraceComparison):
     def caption(self) -> str:
         """Return the units of the numbers and the samples behind their errors, in words."""
         trace = next(iter(self.of("trace").values()))
-        text = f"In nats per predicted token unless a unit is named; ± is the standard error over {samples_of(trace)}"
-        notes = []
+        notes = [
+            f"In nats per predicted token unless a unit is named; ± is the standard error over {samples_of(trace)}"
+        ]
         if "int4_rise" in self.names:
             rise, noisy = (next(iter(self.of(name).values())) for name in ("int4_rise", "noise_10%_rise"))
             if self._part:
                 clusters = "" if rise.details["clusters"] == "sequences" else f"{samples_of(rise)} in "
-                text += f" (with changed weights: over {clusters}{self._part:,} of the sequences)"
+                notes.append(
+                    f"Rises, and losses with rounded weights, are over {clusters}{self._part:,} of the sequences"
+                )
             notes.append(
-                f"noise: over {samples_of(noisy)} and {noisy.details['draws']} draws, each added and subtracted"
+                f"Errors with noise are over {samples_of(noisy)} and {noisy.details['draws']} draws, each added and "
+                "subtracted"
             )
             counts = {f"{n:,} of {of:,} weights of linear maps": model for model, (n, of) in self._rounded().items()}
             beside = len(counts) > 1
             notes.append(
-                "rounded: " + ", ".join(share + f" of {self.short[model]}" * beside for share, model in counts.items())
+                "Rounded: " + ", ".join(share + f" of {self.short[model]}" * beside for share, model in counts.items())
             )
         for name, task in self.tasks.items():
             details = next(iter(self.of(name).values())).details
@@ -392,9 +396,9 @@ class ModelComparison(TraceComparison):
         if self.tasks:
             states = self._states(next(iter(self.tasks)))
             notes.append(
-                f"accuracies are of a linear probe of {states}: another pooling may rank the models differently"
+                f"Accuracies are of a linear probe of {states}: another pooling may rank the models differently"
             )
-        return "; ".join([text, *notes])
+        return "".join(f"{note}. " for note in notes).rstrip()
 
     def table(self, *, brief: bool = False) -> tuple[list[str], list[list[str]], int]:
         """Return the table as text: header, rows, and how many columns are text.

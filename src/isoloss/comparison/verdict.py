@@ -438,18 +438,14 @@ def _reasons(
         # of many models, the two ends
         ordered = sorted(apart.items(), key=lambda item: item[1].value)
         shown = ordered if len(ordered) <= _MOST_NAMED else [ordered[0], ordered[-1]]
-        losses = [f"{names[name]} {rounded(each.value, each.stderr)}" for name, each in shown]
+        losses = [f"{names[name]} by {rounded(each.value, each.stderr)}" for name, each in shown]
         found = (
-            f"Losses differ by more than {loss_margin:g} nats from the loss of {names[best['trace']]}"
+            f"Losses differ by more than {loss_margin:g} nats from {names[best['trace']]}'s"
             if differ
-            else f"It takes {more} to tell whether losses are within ± {loss_margin:g} nats of the loss of "
-            f"{names[best['trace']]}"
+            else f"It takes {more} to tell whether losses are within ± {loss_margin:g} nats of {names[best['trace']]}'s"
         )
-        yield (
-            "loss" if differ else "loss open",
-            f"{found}. Differences{f' of {len(apart)} models' * (len(shown) < len(apart))}: "
-            f"{' to '.join(losses) if len(shown) < len(apart) else _listed(losses)} nats.",
-        )
+        differing = f"{len(apart)} models, from {' to '.join(losses)}" if len(shown) < len(apart) else _listed(losses)
+        yield "loss" if differ else "loss open", f"{found}: {differing} nats."
 
 
 def _conventions(least: Estimate) -> tuple[str, ...]:

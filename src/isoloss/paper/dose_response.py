@@ -645,18 +645,18 @@ STUDY = Study(
     scales=SCALES,
     title="At one loss, does a flatter model transfer better, and a sharper one worse?",
     lead=(
-        "Small masked language models that fit their grammar almost perfectly are made flatter, or sharper, by a "
-        "penalty on the logarithm of the trace of the Fisher information, which stays on until the end. All are "
-        "trained to one KL to the truth; runs that missed it are counted. Transfer: accuracy of a linear probe on 30 "
-        "or 100 examples, tested on every sentence. The task prefix-2 is the most likely symbol of the grammar above "
-        "the first two tokens, prefix-4 the one above all four.",
-        "Every arm goes on from one base. The sham has a penalty of weight 0; two arms raise or lower the entropy of "
+        "Small masked language models predict almost as well as the true probabilities of their grammar. A penalty on "
+        "the logarithm of the trace of the Fisher information, which stays on until the end, makes them flatter or "
+        "sharper. All are trained to the same KL to the truth; runs that missed it are counted. Transfer: accuracy of "
+        "a linear probe on 30 or 100 examples, tested on every sentence. The task prefix-2 asks for the grammar's most "
+        "likely symbol above the first two tokens, prefix-4 for the one above all four.",
+        "Every arm starts from one base. The sham has a penalty of weight 0; two arms raise or lower the entropy of "
         "the features' spectrum, and so their effective rank; the helper is trained with a downstream task and shows "
         "that the probe can see a difference. The minimal trace is the trace's minimum over rescalings of the weights "
         "that change no prediction. Effective rank (RankMe) and effective dimension (participation ratio) count the "
         "directions of the features; CKA compares them with the true conditionals.",
         "Two tasks have a known relation to pre-training. What follows the first two tokens depends on them only "
-        "through its distribution. needed-2 divides the beginnings by this distribution; spare-2 divides pairs of "
+        "through its distribution. The label of needed-2 depends on this distribution; spare-2 tells apart "
         "beginnings whose distributions are nearly equal.",
     ),
     claims=CLAIMS,

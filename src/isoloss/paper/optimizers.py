@@ -678,8 +678,8 @@ STUDY = Study(
     scales=SCALES,
     title="At one loss and across optimizers, does transfer go with flatness or with effective rank?",
     lead=(
-        "Small causal language models (Llama) on grammars with roughly Zipfian token frequencies, trained by eight "
-        "optimizers with three learning rates each, all to one KL to the true conditionals. Measures: the "
+        "Small causal language models (Llama) on grammars with roughly Zipfian token frequencies are trained by eight "
+        "optimizers with three learning rates each, all to the same KL to the true conditionals. Measures: the "
         "trace of the Fisher information, its minimum over rescalings of the weights that change no prediction, parts "
         "of this minimal trace, the curvature along the optimizer's own next update (directional sharpness), and the "
         "effective rank of the features (RankMe).",

@@ -743,7 +743,7 @@ def sizes_expanded(scale: SameLoss, size: str, checkpoint: Checkpoint) -> Checkp
 def answer(claims: Sequence[ClaimResult], results: Results) -> list[Card]:
     """Return whether label noise flattens, whether that helps transfer, and whether models of one loss can differ."""
     by_id = {result.claim.id: result for result in claims}
-    differ = card_of("Can models of one loss transfer differently?", by_id["adversary-transfer"])
+    differ = card_of("Can models with the same loss transfer differently?", by_id["adversary-transfer"])
     arms = CONTRASTS["label noise"]
     units = units_with(results, *arms)
     return [
@@ -916,8 +916,8 @@ STUDY = Study(
     scales=SCALES,
     title="Does a flatter model transfer better at the same loss?",
     lead=(
-        "SGD with sampled labels, whose noise should flatten a model, against SGD with exact labels, on small masked "
-        "language models. Loss: KL to the true conditionals. Flatness: trace of the Fisher information, smaller is "
+        "Small masked language models are trained by SGD with sampled labels, whose noise should flatten a model, or "
+        "with exact labels. Loss: KL to the true conditionals. Flatness: trace of the Fisher information, smaller is "
         "flatter; the minimal trace is its minimum over rescalings of the weights that change no prediction. "
         "Transfer: accuracy of a linear probe on a downstream task.",
         "The paper claims that models with the same pre-training loss can transfer differently, and that the flatter "
