@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Unpack
 
@@ -277,15 +278,18 @@ def gaussian_noise(
     It is drawn by the parameter's name, so the order of parameters does not change it, and on the CPU, so the device
     does not. `on_device` draws where the parameters are, which is far faster on a GPU.
     """
-    noise = []
-    for name, original in zip(parameters, originals, strict=True):
+
+    def drawn(name: str, original: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(original.dtype, torch.float32)
         device = original.device if on_device else torch.device("cpu")
         generator = torch.Generator(device).manual_seed(seeds.derive(seed, "noise", probe, name))
-        drawn = torch.randn(original.shape, generator=generator, device=device, dtype=wide)
+        noise = torch.randn(original.shape, generator=generator, device=device, dtype=wide)
         rms = original.to(wide).square().mean().sqrt()
-        noise.append(drawn.to(original.device).mul_(relative_std * rms).to(original.dtype))
-    return noise
+        return noise.to(original.device).mul_(relative_std * rms).to(original.dtype)
+
+    # torch draws one tensor in one thread
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return list(pool.map(drawn, parameters, originals))
 
 
 def _check_size(name: str, value: float) -> None:
