@@ -37,7 +37,7 @@ def demo(folder: Path) -> str:
     paragraphs = done.stdout.split("\n\n")
     table = next(each for each in paragraphs if "second minus first" in each).splitlines()
     rows = [line for line in table if line.startswith(("    ", *ROWS))]
-    verdict = next(each for each in paragraphs if "is the flattest" in each)
+    verdict = next(each for each in paragraphs if "is flatter" in each)
     return "\n".join([*rows, "...", "", verdict]) + "\n"
 
 

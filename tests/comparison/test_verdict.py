@@ -151,7 +151,7 @@ def test_two_measures_that_disagree_give_no_verdict():
     found = verdict(compared({"a": (5, 4, 2.0, "1"), "b": (6, 3, 2.0, "2")}), names={"a": "A", "b": "B"})
     assert (found.flattest, found.reasons) == (None, ("disagree",))
     assert str(found) == (
-        "No verdict on which is the flattest. A has the smallest trace, 0.833 times (95 % 0.793 to 0.875) B's "
+        "No verdict on which is flatter. A has the smallest trace, 0.833 times (95 % 0.793 to 0.875) B's "
         "(probability above 0.999) and B has the smallest minimal trace, 0.750 times (95 % 0.685 to 0.821) A's "
         "(probability above 0.999): the scale of the weights decides the order of the traces. "
         "Next: ask which is better at a task (isoloss compare MODEL MODEL --task TASK)."
@@ -165,7 +165,7 @@ def test_other_losses_give_no_verdict_but_a_wider_margin_does():
     comparison = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.02, "2")})
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("loss",))
-    assert "Losses differ by more than 0.01 nats from a's: b by 0.02" in str(found)
+    assert "The losses differ by more than 0.01 nats: b minus a is 0.02" in str(found)
     assert " nats. Next: compare checkpoints whose losses are nearer (isoloss compare takes all" in str(found)
     assert comparison.verdict(loss_margin=0.03).flattest == "a"
     with pytest.raises(IsolossError, match="margin"):
@@ -179,7 +179,7 @@ def test_losses_that_may_be_the_same_take_more_inputs_and_no_other_checkpoints()
         comparison.models[name]["loss"] = dataclasses.replace(loss, stderr=0.007, influence=7 * loss.influence)
     found = verdict(comparison, more="more luck")
     assert (found.flattest, found.reasons) == (None, ("loss open",))
-    assert "It takes more luck to tell whether losses are within ± 0.01 nats of a's: b by " in str(found)
+    assert "The losses are not shown to be within ± 0.01 nats: b minus a is " in str(found)
     assert "Next: take more luck, or ask which is better at a task" in str(found)
 
 
@@ -221,7 +221,7 @@ def test_identical_models_share_their_place():
     models = {"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.004, "2"), "copy": (5, 3, 2.0, "1")}
     found = verdict(compared(models))
     assert found.flattest == "a"  # although either copy has but half of the probability
-    assert str(found).startswith("a and copy have identical weights. a is the flattest")
+    assert str(found).startswith("a and copy have identical weights. a is flatter")
 
 
 def test_equal_weights_under_another_config_are_another_function():

@@ -122,7 +122,7 @@ def test_documents_that_separators_show(size):
     config = GPT2Config(vocab_size=VOCAB, eos_token_id=1, bos_token_id=1)
     clusters, _ = clusters_of(ids, config, size=size)
     blocks = clusters.blocks()
-    assert blocks.name == "documents that separators show"
+    assert blocks.name == "documents found by their separators"
     assert torch.equal(blocks.labels, torch.unique(of_row, return_inverse=True)[1])
     pads = torch.full_like(ids, 1)  # where the separator pads as well, what is padding separates nothing
     whole, mask = torch.cat([ids, pads], dim=1), torch.cat([torch.ones_like(ids), torch.zeros_like(ids)], dim=1)

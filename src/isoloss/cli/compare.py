@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = [
     ("isoloss compare A B", "on a text that comes with Python"),
-    ("isoloss compare A B --data text.txt --html page.html", "on your text, with a page of one screen"),
+    ("isoloss compare A B --data text.txt --html page.html", "on your text, with a one-screen page"),
     ("isoloss compare A B --data text.txt --task sst2", "with the accuracy of a probe on a task"),
-    ("isoloss compare A B --task mine=reviews.csv", "on your own, with the columns text and label"),
+    ("isoloss compare A B --task mine=reviews.csv", "on your own task: columns text and label"),
     ("isoloss compare A B --data text.txt --measures largest-eigenvalue fisher-rao", "with other measures of flatness"),
     ("isoloss compare A B --data text.txt --figure ab.svg", "with a figure: trace against loss"),
     ("isoloss compare TRAINER-OUTPUT --data text.txt --output kept", "all checkpoints of a Trainer's output"),
@@ -60,8 +60,8 @@ class Args:
     """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default: python:docs,
     the language reference that comes with Python."""
     measures: tuple[str, ...] = ()
-    """Further measures of flatness (isoloss ls measures lists them, isoloss ls measures NAME the settings of one), on
-    the same inputs: each is a row of the table, with its paired difference where its error can be paired."""
+    """Measures of flatness to add to the table, on the same inputs (isoloss ls measures lists them, isoloss ls measures
+    NAME the settings of one): each is a row, with its paired difference where its error can be paired."""
     rtol: float | None = configs.setting(None, above=0, below=1)
     """Stop measuring the traces when the standard error of the first model's is at most this fraction of its value; the
     other models get as many sequences. Checked after 64, 128, 256, ... sequences or documents."""
@@ -80,9 +80,9 @@ class Args:
     min_ratio: float = MIN_RATIO
     """The smallest ratio of two traces that counts: no model is called the flattest if another is closer than this."""
     output: Path | None = None
-    """Keep the numbers of each finished model in this folder; after a kill, the same command resumes from it."""
+    """Keep the numbers of each finished model in this folder; if interrupted, the same command resumes."""
     html: Path | None = None
-    """Write a page of one screen to this file."""
+    """Write a one-screen page to this file."""
     csv: Path | None = None
     """Write all numbers to this file, one per row."""
     parquet: Path | None = None

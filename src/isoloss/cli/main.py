@@ -21,14 +21,14 @@ from isoloss import interrupts
 from isoloss.errors import IsolossError, IsolossWarning, did_you_mean, naming_extras, printable
 
 SUBCOMMANDS = {
-    "ls": "what can be named: measures, languages, models, sizes, tasks, algorithms, studies, runs",
+    "ls": "list the names of measures, languages, models, sizes, tasks, algorithms, studies, runs",
     "sample": "draw sentences from a language, with their exact probabilities",
     "text": "write a small sample text, Python's language reference, to files",
     "tokenizer": "learn a tokenizer from text",
     "train": "pre-train a model; the same command resumes",
     "measure": "measure checkpoints, of runs or any other: loss, flatness, downstream accuracy",
     "compare": "two checkpoints or more: the same loss? which is flatter, more robust, better at a task?",
-    "average": "one model from the weights of several checkpoints: LAWA, soups",
+    "average": "average the weights of several checkpoints: LAWA, soups",
     "expand": "a small transformer inside a larger one: the same function, and its flatness there",
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
     "show": "what is in a run directory",

@@ -54,7 +54,7 @@ _LARGEST = 3  # parts by parameter that are printed in any case
 
 @dataclass(frozen=True)
 class Args:
-    """Measure checkpoints: loss, flatness, downstream accuracy. Those of runs are measured on the run's own language.
+    """Measure checkpoints: loss, flatness, downstream accuracy. isoloss runs are measured on their own language.
 
     Flatness is by default the trace of the Fisher, as in the paper: a smaller trace is flatter. It equals the trace of
     the Hessian where the model's conditionals are the true ones. The evaluations of a run are kept in its folder, and
@@ -67,10 +67,10 @@ class Args:
     by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'. With --module: files of weights."""
     measures: tuple[str, ...] | None = None
     """Names of measures (isoloss ls measures lists them, isoloss ls measures NAME the settings of one); default:
-    loss, where it can be had, and trace."""
+    trace, and loss where it is defined."""
     preset: str | None = None
-    """Settings of the paper (paper or authors), for what no option gives: 1,000,000 sentences for the loss, the trace
-    from 10,000 and 50 sampled labels for each, and its probe."""
+    """The paper's settings (paper or authors) where no option sets another: the loss on 1,000,000 sentences, the trace
+    on 10,000 with 50 sampled labels each, and its probe."""
     steps: tuple[int | Literal["last"], ...] = ()
     """Of runs: steps to measure, last for the last one; default: all that have a checkpoint."""
     data: Path | None = None
@@ -90,9 +90,9 @@ class Args:
     """Measure the trace, the minimal trace, and both after a random exact rescaling. The function is the same, so only
     the plain trace should change."""
     by_layer: bool = False
-    """Print the part of each layer."""
+    """Print each layer's share."""
     by_parameter: bool = False
-    """Print the part of each parameter."""
+    """Print each parameter's share."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """With --data or --language: type of the weights."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"

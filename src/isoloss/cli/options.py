@@ -340,7 +340,8 @@ def option_name(field: str) -> str:
 
 def _help_of(cls: Any, field: dataclasses.Field[Any], hint: Any) -> str:
     """Return the help of an argument; no default of None or False, as the text says what these are."""
-    own = next((word for word in get_args(hint)[1:] if isinstance(word, str)), None)
+    notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()  # a Literal's arguments are its choices
+    own = next((note for note in notes if isinstance(note, str)), None)
     text = own or descriptions(cls).get(field.name, "")
     default = _default(field)
     if default is dataclasses.MISSING:

@@ -302,7 +302,8 @@ class ModelComparison(TraceComparison):
         # a smaller rise is no advantage at a larger loss
         answer, detail = "Not judged: the losses are not shown to be the same", f"rises of the loss: {best.detail}"
         if is_rounded:
-            losses = [f"{self.short[model]} {number(loss)}" for model, loss in self.of("int4_loss").items()]
+            found = self.of("int4_loss")
+            losses = [f"{self.short[model]} {number(found[model])}" for model in self._ordered(list(found))]
             detail = f"losses with 4-bit weights: {', '.join(losses)}; rises: {best.detail}"
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
 
@@ -321,7 +322,7 @@ class ModelComparison(TraceComparison):
         low, high = difference.ci95
         nats = f"{'millinats' if self._scale(name) > 1 else 'nats'}/token"
         unit, of_difference = ("%", "points") if largest else (nats, nats)
-        values = [f"{names[model]} {number(self.shown(name, self.models[model][name]))}" for model in (best, other)]
+        values = [f"{names[model]} {number(self.shown(name, self.models[model][name]))}" for model in (first, second)]
         minus = f"{names[first]} minus {names[second]} {number(difference)} {of_difference}"
         detail = f"{', '.join(values)} {unit}; {minus}, 95 % {interval(difference)}"
         is_shown = low > 0 or high < 0

@@ -338,7 +338,7 @@ def verdict(
     }
     against = dict(_reasons(comparison, best, chances, names, loss_margin, min_ratio, more))
     if against:
-        text = ["No verdict on which is the flattest.", *against.values()]
+        text = [f"No verdict on which is {'flatter' if number == 2 else 'the flattest'}.", *against.values()]
         steps = _next(against, more, with_tasks, is_series=bool(series_of(comparison.models)))
         text += [f"Next: {', or '.join(steps)}."] if steps else []
         return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
@@ -346,9 +346,10 @@ def verdict(
         f"its {trace.replace('-', ' ')} is {times_in_words(ratio, interval)} {names[other]}'s"
         for trace, (other, ratio, interval) in _rivals(comparison, best).items()
     ]
+    flattest, others = ("flatter", "") if number == 2 else ("the flattest", " as the others")
     sentence = (
-        f"{names[best['trace']]} is the flattest: {_listed(ratios)}, at the same loss as the other{'s' * (number > 2)} "
-        f"within ± {loss_margin:g} nats."
+        f"{names[best['trace']]} is {flattest}: {_listed(ratios)}, at the same loss{others} within ± {loss_margin:g} "
+        "nats."
     )
     return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
 
@@ -438,14 +439,12 @@ def _reasons(
         # of many models, the two ends
         ordered = sorted(apart.items(), key=lambda item: item[1].value)
         shown = ordered if len(ordered) <= _MOST_NAMED else [ordered[0], ordered[-1]]
-        losses = [f"{names[name]} by {rounded(each.value, each.stderr)}" for name, each in shown]
-        found = (
-            f"Losses differ by more than {loss_margin:g} nats from {names[best['trace']]}'s"
-            if differ
-            else f"It takes {more} to tell whether losses are within ± {loss_margin:g} nats of {names[best['trace']]}'s"
-        )
-        differing = f"{len(apart)} models, from {' to '.join(losses)}" if len(shown) < len(apart) else _listed(losses)
-        yield "loss" if differ else "loss open", f"{found}: {differing} nats."
+        losses = [
+            f"{names[name]} minus {names[best['trace']]} is {rounded(each.value, each.stderr)}" for name, each in shown
+        ]
+        found = "The losses differ by more than" if differ else "The losses are not shown to be within ±"
+        ends = f"of {len(apart)} models, at the ends " * (len(shown) < len(apart))
+        yield "loss" if differ else "loss open", f"{found} {loss_margin:g} nats: {ends}{_listed(losses)} nats."
 
 
 def _conventions(least: Estimate) -> tuple[str, ...]:

@@ -95,7 +95,10 @@ class MeanLoss:
         if not self._batches:
             raise IsolossError(NOTHING_PREDICTED)
         numbers, self.clusters_name = torch.cat([batch.clusters for batch in self.batches]), clusters.name
+        self.parts = numbers  # (n,) as `clusters`; where these are blocks, the number of each sequence's part of one
+        self.blocks: torch.Tensor | None = None  # (parts,) the block of each
         if (blocks := clusters.blocks()) is not None:
+            self.blocks = blocks.labels
             numbers, self.clusters_name = blocks.labels[numbers], blocks.name
         self.clusters = numbers  # (n,) the number of each sequence's cluster
         self._clusters = torch.split(numbers, [len(batch.clusters) for batch in self.batches])
@@ -123,21 +126,25 @@ class MeanLoss:
             "seed": seed,
         }
 
-    def positions(self) -> torch.Tensor:
-        """Return (N,) float64: the predicted positions of each cluster; refuse a single one, which has no error."""
-        positions = self._by_cluster(lambda batch: torch.ones(len(batch.targets), dtype=torch.float64))
+    def positions(self, *, numbers: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (N,) float64: the predicted positions of each cluster; refuse a single one, which has no error.
+
+        `numbers` (n,) has the cluster of each sequence, such as `parts`; None: `clusters`.
+        """
+        positions = self._by_cluster(lambda batch: torch.ones(len(batch.targets), dtype=torch.float64), None, numbers)
         if len(positions) < 2:
             raise IsolossError("an error bar needs at least 2 independent sequences or documents")
         return positions
 
-    def by_cluster(self, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    def by_cluster(self, chosen: torch.Tensor | None = None, *, numbers: torch.Tensor | None = None) -> torch.Tensor:
         """Return (N,) float64: the losses summed over the predicted positions of each cluster.
 
         Args:
             chosen: (n,) bool, the sequences that count; the model must have run on all before. None: all.
+            numbers: As for `positions`.
         """
         with torch.no_grad():
-            return self._by_cluster(lambda batch: self._losses(batch, chosen is None).double().cpu(), chosen)
+            return self._by_cluster(lambda batch: self._losses(batch, chosen is None).double().cpu(), chosen, numbers)
 
     def _losses(self, batch: Batch, is_checked: bool) -> torch.Tensor:
         """Return (m,): the cross-entropy of each predicted position."""
@@ -155,12 +162,18 @@ class MeanLoss:
             self._selects_at_decoder &= predictions.decoder is not None and agree(selected, losses[: len(selected)])
         return losses
 
-    def _by_cluster(self, values: Callable[[Batch], torch.Tensor], chosen: torch.Tensor | None = None) -> torch.Tensor:
+    def _by_cluster(
+        self,
+        values: Callable[[Batch], torch.Tensor],
+        chosen: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return (N,) float64: the sums over each cluster of (m,) values of each batch."""
-        sums = torch.zeros(int(self.clusters.max()) + 1, dtype=torch.float64)
-        sizes = [len(clusters) for clusters in self._clusters]
+        numbers = self.clusters if numbers is None else numbers
+        sums = torch.zeros(int(numbers.max()) + 1, dtype=torch.float64)
+        sizes = [len(batch.clusters) for batch in self.batches]
         parts: Iterable[torch.Tensor | None] = itertools.repeat(None) if chosen is None else torch.split(chosen, sizes)
-        for given, clusters, part in zip(self.batches, self._clusters, parts, strict=False):
+        for given, clusters, part in zip(self.batches, torch.split(numbers, sizes), parts, strict=False):
             batch = given.checked
             if part is not None:
                 rows = part.nonzero()[:, 0]

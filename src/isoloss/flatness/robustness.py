@@ -26,7 +26,7 @@ from isoloss.flatness.formats import FORMATS, Rounding
 from isoloss.flatness.sharpness import gaussian_noise, weights_restored
 from isoloss.model_checks import unwrapped
 from isoloss.statistics.estimate import Estimate
-from isoloss.statistics.ratio import ratio_estimate
+from isoloss.statistics.ratio import estimate_in_blocks
 
 # of the sequences. With two draws each, draws are less than half of the squared error even of the difference of two
 # GPT-2s of width 32 from two initializations, and the fewer passes, the less of a small model's time is overhead
@@ -141,8 +141,12 @@ def loss_rises(
     """
     loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
     positions = loss.positions()
+    positions_by_part = loss.positions(numbers=loss.parts)
     with LinearMaps(model) as watched:
-        before = loss.by_cluster()
+        before_by_part = loss.by_cluster(numbers=loss.parts)
+    before = before_by_part
+    if loss.blocks is not None:
+        before = torch.zeros_like(positions).index_add_(0, loss.blocks, before_by_part)
     rises: dict[str, Estimate] = {}
     passes = 1
     for name, change in changes.items():
@@ -155,35 +159,39 @@ def loss_rises(
                 )
             about |= {"rounded_weights": sum(weight.numel() for weight in maps), "map_weights": number}
             about |= {"clusters": loss.clusters_name, "error_covers": "inputs and labels"}
-            after, groups, repeats = _rounded_losses(loss, change.weights(maps)), torch.arange(len(positions)), 1
+            after, repeats = _rounded_losses(loss, change.weights(maps)), 1
+            sums, sizes, blocks = after - before_by_part, positions_by_part, loss.blocks
         else:
             groups, parts = _groups_and_parts(loss.clusters)
             after, repeats = _noisy_losses(loss, change, parts), 2 * change.pairs
             together = "groups of " * (int(groups.max()) + 1 < len(positions))
             about |= {"draws": (int(parts.max()) + 1) * change.pairs, "clusters": together + loss.clusters_name}
             about |= {"error_covers": "inputs, labels and draws"}
+            sums, sizes = (
+                positions.new_zeros(int(groups.max()) + 1).index_add_(0, groups, values)
+                for values in (after / repeats - before, positions)
+            )
+            blocks = None
         passes += repeats
         if progress is not None:
             progress(passes)
         if not bool(after.isfinite().all()):
             raise IsolossError(f"the loss with {change} is not finite; use a wider dtype")
-        sums = torch.stack([after / repeats - before, positions])
-        numerators, sizes = sums.new_zeros(2, int(groups.max()) + 1).index_add_(1, groups, sums)
-        rise = ratio_estimate(numerators, sizes, unit=UNIT, method=f"rise of the loss with {change}")
+        rise = estimate_in_blocks(sums, sizes, blocks, unit=UNIT, method=f"rise of the loss with {change}")
         rises[name] = replace(rise, details=about)
         if isinstance(change, Rounding):
-            level = ratio_estimate(after, positions, unit=UNIT, method=f"loss with {change}")
+            level = estimate_in_blocks(after, sizes, blocks, unit=UNIT, method=f"loss with {change}")
             rises[f"{name.removesuffix('_rise')}_loss"] = replace(level, details=about)
     return rises
 
 
 @torch.no_grad()
 def _rounded_losses(loss: MeanLoss, weights: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-    """Return (N,): the losses of each cluster with other weights, which are set back."""
+    """Return (N,): the losses of each cluster, or part of a block, with other weights, which are set back."""
     with weights_restored(weights):
         for parameter, value in weights.items():
             parameter.copy_(value)
-        return loss.by_cluster(torch.ones_like(loss.clusters, dtype=torch.bool))
+        return loss.by_cluster(torch.ones_like(loss.clusters, dtype=torch.bool), numbers=loss.parts)
 
 
 @torch.no_grad()

@@ -103,6 +103,23 @@ def ratio_estimate(numerators: Values, denominators: Values | None = None, *, un
     return found if denominators is not None else replace(found, effective_samples=None)
 
 
+def estimate_in_blocks(
+    numerators: torch.Tensor, denominators: torch.Tensor, blocks: torch.Tensor | None, *, unit: str, method: str
+) -> Estimate:
+    """Return `ratio_estimate` over blocks of clusters, with the error over the clusters where that is the larger one.
+
+    By chance the error over blocks, which are few, may be too small. `blocks` is (n,) int64, the block of each cluster;
+    None: the clusters are independent.
+    """
+    over_clusters = ratio_estimate(numerators, denominators, unit=unit, method=method)
+    if blocks is None:
+        return over_clusters
+    a, b = (x.new_zeros(int(blocks.max()) + 1).index_add_(0, blocks, x) for x in (numerators, denominators))
+    value, psi = influence(a, b)
+    stderr = max(_stderr(psi), over_clusters.stderr)
+    return replace(from_influence(value, scaled_to(stderr, psi, len(psi)), b, unit=unit, method=method), stderr=stderr)
+
+
 def from_influence(value: float, psi: torch.Tensor, sizes: torch.Tensor, *, unit: str, method: str) -> Estimate:
     """Return the estimate with these influences (n,) of clusters of these sizes (n,), such as predicted tokens."""
     return Estimate(

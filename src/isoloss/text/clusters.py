@@ -161,7 +161,7 @@ class SequenceClusters:
             labels = np.unique(self._documents[:: self._size], return_inverse=True)[1]
             # as many documents as clusters would be blocks of one cluster each
             if _FEWEST_DOCUMENTS <= labels[-1] + 1 < len(labels):
-                return Blocks(torch.from_numpy(labels).long(), "documents that separators show")
+                return Blocks(torch.from_numpy(labels).long(), "documents found by their separators")
         return equal_blocks([len(self)]) if self.is_packed() else None
 
     def is_packed(self) -> bool:

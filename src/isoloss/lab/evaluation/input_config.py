@@ -29,7 +29,8 @@ class InputConfig:
     tokenizer: str | None = None
     """For text: a Hugging Face folder or name, or a vocab.txt; default: the first checkpoint's own."""
     length: int | None = setting(None, minimum=1)
-    """Tokens in a sequence, for text and flat arrays; default: 128, or what the first model takes at most."""
+    """Tokens in a sequence, for text and flat token-id arrays; default: 128, or the first model's maximum if
+    smaller."""
     masking: Literal["one", "fraction"] | None = None
     """For masked models: mask one token of each sequence, or a fraction of all; default: fraction for text and token
     ids, one for sentences of a language."""

@@ -365,19 +365,13 @@ def text_loss(
     seconds = time.perf_counter() - started
     loss = _estimate(nats, counts, method=method, details=details, seconds=seconds)
     if (blocks := clusters.blocks()) is not None:
-        nats, counts = (
-            x.new_zeros(int(blocks.labels.max()) + 1).index_add_(0, blocks.labels, x) for x in (nats, counts)
-        )
-        by_block = ratio.ratio_estimate(nats, counts, unit=UNIT, method=method)
-        # the larger one of two errors: by chance that over the blocks, which are few, may be too small
-        stderr = max(loss.stderr, by_block.stderr)
-        assert by_block.influence is not None
+        by_block = ratio.estimate_in_blocks(nats, counts, blocks.labels, unit=UNIT, method=method)
         loss = dataclasses.replace(
             loss,
-            stderr=stderr,
+            stderr=by_block.stderr,
             samples=by_block.samples,
             effective_samples=by_block.effective_samples,
-            influence=ratio.scaled_to(stderr, torch.from_numpy(by_block.influence), by_block.samples).numpy(),
+            influence=by_block.influence,
             details={**loss.details, "clusters": blocks.name},
         )
     return {"loss": loss}

@@ -73,7 +73,7 @@ class Loss(SequenceMeasure):
                 read.batches,
                 objective=objective,
                 seed=seed,
-                method="held-out text" if context.language is None else "fresh sentences",
+                method="given text" if context.language is None else "fresh sentences",
                 progress=context.progress,
             )
         return MeasureResult(estimates=estimates, inputs=inputs)
