@@ -35,7 +35,7 @@ help:
 	@echo "make licenses  the licenses of all dependencies, into THIRD_PARTY_LICENSES.md; downloads a CUDA build of torch"
 	@echo "make wheel     a wheel and a source archive, into dist/"
 	@echo "make release-check   dist/, made twice to the same bytes, installed and tried; downloads a CUDA build of torch"
-	@echo "make release   the same for a release: refused without an address and a date"
+	@echo "make release   the same for a release: refused without a repository URL and a date"
 	@echo "make bench-languages   exact inference and sampling against other libraries, in an environment of its own"
 	@echo "make bench-check WHEEL=FILE   speed and numbers of this tree against another build: a wheel or a commit"
 

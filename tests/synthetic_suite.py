@@ -14,7 +14,7 @@ NO_TRACE = "no rescaling of this architecture is known"
 
 
 def suite(seeds, steps, measures):
-    """Seeds with steps: `flat` predicts the outcome at one loss, the other measures follow the loss alone."""
+    """Seeds with steps: `flat` predicts the outcome at the same loss, the other measures follow the loss alone."""
     rng = np.random.default_rng(0)
     config = SuiteConfig(
         checkpoints=("lab/m-{seed}@{step}",), cluster="seed", along="step", outcomes=("int4-rise", "probe-a")

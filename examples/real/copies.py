@@ -61,7 +61,7 @@ def noisy(model: LlamaForCausalLM) -> LlamaForCausalLM:
 def rescaled(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """Rescale the weights, so that no prediction changes."""
     other = rescaled_at_random(model)
-    # the norms read states that are larger by this factor: with the old eps they would not give quite the same
+    # the norms read states that are larger by this factor: with the old eps they would not give quite the same outputs
     factor = (other.get_input_embeddings().weight.norm() / model.get_input_embeddings().weight.norm()).item()
     return with_weights(model.config.to_dict() | {"rms_norm_eps": model.config.rms_norm_eps * factor**2}, other)
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Which of four copies of a real model compute the same, which are flatter, which lose less at 4 bits and under noise?
+# Which of four copies of a real model compute the same function, which are flatter, which lose less at 4 bits and under noise?
 # About seven minutes on two cores (about 660 seconds of processor time), with 4.3 GB of memory and 2.7 GB of disk. Stop it at
 # any moment; the same command goes on.
 set -eu

@@ -175,7 +175,7 @@ STUDIES = {
     "isoloss.paper.optimizers": {
         "optimizers": (
             "STUDY",
-            "causal models that eight optimizers bring to one loss: which measure predicts which outcome?",
+            "causal models that eight optimizers bring to the same loss: which measure predicts which outcome?",
         ),
     },
     "isoloss.paper.reproduction.study": {"paper": ("STUDY", "every figure and table of the paper, at several scales")},

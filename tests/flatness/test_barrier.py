@@ -77,7 +77,7 @@ def test_what_has_no_barrier_is_refused():
     deeper = BertForMaskedLM(BertConfig(vocab_size=VOCAB, max_position_embeddings=9, **SIZES)).double().eval()
     with pytest.raises(IsolossError, match=r"position_embeddings\.weight has the shapes \(8, 12\) and \(9, 12\)"):
         interpolation_barrier(first, deeper, batches)
-    with pytest.raises(IsolossError, match="the models are not of one architecture: only one of them has bert"):
+    with pytest.raises(IsolossError, match="the models do not have the same architecture: only one of them has bert"):
         interpolation_barrier(first, gpt2(), batches)
 
 

@@ -1,4 +1,4 @@
-"""Which measure predicts which outcome at one loss: by pingouin and scipy, by brute force, and by hand."""
+"""Which measure predicts which outcome at the same loss: by pingouin and scipy, by brute force, and by hand."""
 
 import dataclasses
 import itertools
@@ -186,12 +186,12 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     assert trace.p_adjusted == pytest.approx(2 / 720)
     assert noise.p_adjusted == noise.p_permutation > 0.05
     assert 1 > trace.detectable > found(columns).detectable
-    assert trace.sentence().startswith("At one loss, log trace predicts acc: r = 0.")
-    assert noise.sentence().startswith("At one loss, noise is not shown to predict acc: r = ")
+    assert trace.sentence().startswith("At the same loss, log trace predicts acc: r = 0.")
+    assert noise.sentence().startswith("At the same loss, noise is not shown to predict acc: r = ")
     assert empty.problem == "no checkpoint has a value for none"
     assert (
         others[0].sentence()
-        == "Whether loss predicts acc at one loss is not known (given loss, nothing is left of loss)."
+        == "Whether loss predicts acc at the same loss is not known (given loss, nothing is left of loss)."
     )
     assert all(math.isnan(each.p_adjusted) for each in (empty, *others))
     # four clusters have 24 permutations: of two pairs neither can have a p-value below 0.05

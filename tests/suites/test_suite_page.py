@@ -38,7 +38,7 @@ def test_all_charts_share_one_list_of_rows_with_every_checkpoint_once(document, 
     drawn = specs(document)
     assert {tuple(each["datasets"]) for each in drawn} == {(name,)}
     assert {layer["data"]["name"] for each in drawn for panel in each["concat"] for layer in panel["layer"]} == {name}
-    # at one loss, along the steps, all pairs, the loss
+    # at the same loss, along the steps, all pairs, the loss
     assert [len(each["concat"]) for each in drawn] == [5, 5, 4, 4]
     for each in drawn:
         views = {view for param in each["params"] for view in param.get("views", ())}

@@ -33,7 +33,7 @@ def interpolation_barrier(
     num_sequences: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Estimate:
-    """Measure how far the loss between two models of one architecture rises above the line between their losses.
+    """Measure how far the loss between two models with the same architecture rises above the line between their losses.
 
     With L(a) the mean loss per predicted token at the weights (1 - a) theta_0 + a theta_1, the barrier is the largest
     L(a) - (1 - a) L(0) - a L(1) over the fractions a (Frankle et al. 2020, arXiv:1912.05671). All losses are of the
@@ -73,7 +73,7 @@ def interpolation_barrier(
         )
     start, end = dict(model.named_parameters()), dict(other.named_parameters())
     if alone := start.keys() ^ end.keys():
-        raise IsolossError(f"the models are not of one architecture: only one of them has {min(alone)}")
+        raise IsolossError(f"the models do not have the same architecture: only one of them has {min(alone)}")
     for name, parameter in start.items():
         if parameter.shape != end[name].shape:
             shapes = f"{tuple(parameter.shape)} and {tuple(end[name].shape)}"

@@ -68,7 +68,7 @@ def magnified(
     baselines: Mapping[str, Mapping[str, float]] | None = None,
     style: Style | None = None,
 ) -> Spec:
-    """Measures of all checkpoints against their loss, and, magnified, of the checkpoints of about one loss.
+    """Measures of all checkpoints against their loss, and, magnified, of the checkpoints with about the same loss.
 
     For each vertical measure (`ups`) a panel of all checkpoints, with a rectangle around those whose loss is in the
     `band`, in the table's unit; then, of these alone, a panel of the measure against the loss and one against each of

@@ -1,4 +1,4 @@
-"""Which measure predicts which outcome at one loss: correlations given the loss, over N checkpoints in G clusters."""
+"""Which measure predicts which outcome at the same loss: correlations given the loss, N checkpoints in G clusters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RESAMPLES = 100  # the fewest that are allowed: the bootstrap's interval is not
 
 @dataclass(frozen=True, kw_only=True)
 class Association:
-    """Whether a measure predicts an outcome at one loss.
+    """Whether a measure predicts an outcome at the same loss.
 
     Attributes:
         measure: The name of the measure.
@@ -48,7 +48,7 @@ class Association:
         pearson: The partial correlation given the loss, with its error over clusters; None if there is a `problem`.
         spearman: The same for ranks.
         kendall: The granulated Kendall coefficient of the residuals given the loss; None without hyperparameters.
-        within_band: Pearson's correlation among checkpoints at one loss, without a covariate.
+        within_band: Pearson's correlation among checkpoints at the same loss, without a covariate.
         band: These checkpoints, in words.
         over_levels: `pearson` with its error over levels, such as recipes; None without levels.
         p_permutation: The p-value for no correlation given the loss, by permutations of whole clusters.
@@ -95,7 +95,7 @@ class Association:
         """Return the answer in words; it says "predicts" only if it is `shown`."""
         measure, outcome = (f"log {name}" if name in self.logarithms else name for name in (self.measure, self.outcome))
         if self.pearson is None:
-            return f"Whether {measure} predicts {outcome} at one {self.given[0]} is not known ({self.problem})."
+            return f"Whether {measure} predicts {outcome} at the same {self.given[0]} is not known ({self.problem})."
         intervals = [
             f"({found.texts[1]} to {found.texts[2]}) over {found.clusters} {_plural(name)}"
             for name, found in zip(self.over, (self.pearson, self.over_levels), strict=False)
@@ -109,7 +109,7 @@ class Association:
             could = self._what_to_do()
         predicts = "predicts" if self.shown else "is not shown to predict"
         return (
-            f"At one {self.given[0]}, {measure} {predicts} {outcome}{beyond}: "
+            f"At the same {self.given[0]}, {measure} {predicts} {outcome}{beyond}: "
             f"r = {self.pearson.texts[0]} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; "
             f"{could}."
         )
@@ -186,8 +186,8 @@ def associate(
         >>> suite["acc"] = [0.61, 0.70, 0.66, 0.73, 0.62, 0.72, 0.67, 0.77, 0.62, 0.67]
         >>> found = associate(suite, measures=["trace"], outcomes=["acc"], loss="loss", clusters="seed")
         >>> print(*found)  # doctest: +NORMALIZE_WHITESPACE
-        At one loss, log trace predicts acc: r = -0.96 (-1.00 to -0.72) over 5 seeds, p 0.008 after Holm; the smallest
-        correlation that this suite could show is 0.99.
+        At the same loss, log trace predicts acc: r = -0.96 (-1.00 to -0.72) over 5 seeds, p 0.008 after Holm; the
+        smallest correlation that this suite could show is 0.99.
     """
     positive("loss_margin", loss_margin)
     labeled = [name for name in (clusters, levels, along, *hyperparameters) if name is not None]
@@ -303,7 +303,7 @@ def _residuals(values: Floats, loss: Floats) -> Floats:
 def _at_one_loss(
     values: Floats, codes: Integers, runs: Integers | None, steps: Floats, margin: float
 ) -> tuple[Floats, Integers, str]:
-    """Return x, y and loss (3, n) of checkpoints at one loss, the rows with their clusters, and them in words.
+    """Return x, y and loss (3, n) of checkpoints at the same loss, the rows with their clusters, and them in words.
 
     `values` are x, y and loss (3, N); `runs` (N,) is None without steps.
     """

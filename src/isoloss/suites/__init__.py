@@ -1,1 +1,1 @@
-"""Suites: many checkpoints measured alike, in one table, and which measure predicts which outcome at one loss."""
+"""Suites: many checkpoints measured alike, in one table, and which measure predicts which outcome at the same loss."""

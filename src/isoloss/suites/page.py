@@ -50,8 +50,8 @@ _PICKING = (
     "The filters of the table 'Every checkpoint' do the same."
 )
 _READING = (
-    "r at one loss is the partial correlation given the loss: the correlation between the residuals of the measure and "
-    "the outcome after a linear fit on the loss.\n"
+    "r at the same loss is the partial correlation given the loss: the correlation between the residuals of the "
+    "measure and the outcome after a linear fit on the loss.\n"
     "The interval contains the true r for about 95 of 100 suites like this one. Checkpoints of one cluster are not "
     "independent: the width of the interval depends on the number of clusters.\n"
     "p is the probability of a correlation at least this strong if there were none. It comes from permutations of "
@@ -87,7 +87,7 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
     if answers:
         lede += (
             f" in {len({*table.clusters()})} clusters ({answers[0].over[0]}). A measure predicts an "
-            "outcome at one loss if the two correlate among checkpoints with the same loss: r is their correlation "
+            "outcome if the two correlate among checkpoints with the same loss: r is their correlation "
             "with the loss held fixed, from -1 to 1. Shown means significant after correction for the number of pairs."
         )
     sections = [
@@ -103,7 +103,7 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
         Section(title="How it was measured", body=_made(table, command), folded=True),
     ]
     return page(
-        title=f"At one loss, what predicts {asked}?",
+        title=f"At the same loss, what predicts {asked}?",
         lede=lede,
         cards=_cards(answers),
         sections=[each for each in sections if each.body],
@@ -139,14 +139,14 @@ def _with_interval(found: Correlation | None) -> str:
 
 
 def _matrix(associations: Sequence[Association]) -> Markup:
-    """Return the table of measures by outcomes: r at one loss, colored; a cell without r says why."""
+    """Return the table of measures by outcomes: r at the same loss, colored; a cell without r says why."""
     rows: dict[str, dict[str, Markup]] = {}
     for each in associations:
         rows.setdefault(each.measure, {})[each.outcome] = _cell(each)
     outcomes = list(dict.fromkeys(each.outcome for each in associations))
     caption = (
-        "r at one loss with its 95 % interval. Blue: both rise together; orange: one falls as the other rises; darker "
-        "colors: stronger correlations. ✓: shown."
+        "r at the same loss with its 95 % interval. Blue: both rise together; orange: one falls as the other rises; "
+        "darker colors: stronger correlations. ✓: shown."
     )
     cells = [[measure, *(of_it.get(outcome, "") for outcome in outcomes)] for measure, of_it in rows.items()]
     return html_table(("measure", *outcomes), cells, left=len(outcomes) + 1, caption=caption)
@@ -164,7 +164,7 @@ def _cell(found: Association) -> Markup:
 def _tests(answers: Sequence[Association]) -> Markup:
     """Return the table of all results for each pair."""
     header = (
-        *("measure", "outcome", "r at one loss", "rank correlation", "within a band of losses", "over levels"),
+        *("measure", "outcome", "r at the same loss", "rank correlation", "within a band of losses", "over levels"),
         *("granulated Kendall", "permutation p", "p after Holm", "smallest r it could show", "checkpoints", "clusters"),
         "remarks",
     )
@@ -284,7 +284,7 @@ class _Suite:
             panels = pairs[:_PAIRS]
             panels += [(loss, x, "") for x in dict.fromkeys(x for x, _, _ in panels)]
             caption = "The strongest pairs: compare points of one color. Below: the same measures against the loss."
-            yield self._figure("at-one-loss", "At one loss", panels, f"{caption} {_PICKING}")
+            yield self._figure("at-one-loss", "At the same loss", panels, f"{caption} {_PICKING}")
         if self.along and columns:
             color = f" in the color of its {self.group}" if self.groups else ""
             # the entropy of a language is the same everywhere

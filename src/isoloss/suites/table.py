@@ -148,7 +148,7 @@ class SuiteTable:
         return loss, [name for name in named if name not in others and bare[name] not in elsewhere], list(outcomes)
 
     def associations(self, predict: Sequence[str] = ()) -> tuple[Association, ...]:
-        """Return which measure predicts which outcome at one loss; `predict`: further outcomes.
+        """Return which measure predicts which outcome at the same loss; `predict`: further outcomes.
 
         Of checkpoints with identical weights, only the first counts.
         """

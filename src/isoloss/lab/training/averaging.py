@@ -135,7 +135,9 @@ def _check_headers(
 ) -> None:
     """Refuse weights of other names or shapes, and say where types differ."""
     if different := weights.keys() ^ others.keys():
-        raise IsolossError(f"{folder} and {first} are not of one architecture: one of them lacks {min(different)}")
+        raise IsolossError(
+            f"{folder} and {first} do not have the same architecture: one of them lacks {min(different)}"
+        )
     for name, weight in weights.items():
         if weight.shape != others[name].shape:
             raise IsolossError(f"{name} has the shape {weight.shape} in {first} and {others[name].shape} in {folder}")
