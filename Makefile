@@ -177,7 +177,7 @@ bench-languages: install
 	.venv-benchmarks/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement benchmarks/requirements-languages.txt
 	.venv-benchmarks/bin/python benchmarks/languages.py
 
-bench-check: install
+bench-check: $(if $(WHEEL),install)
 	@test -n '$(WHEEL)' || { echo "bench-check compares with another build: WHEEL=FILE names a wheel, or a commit"; exit 2; }
 	$(BIN)/python benchmarks/regressions.py '$(WHEEL)'
 

@@ -36,6 +36,7 @@ from torch import nn  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
 import isoloss  # noqa: E402
+from isoloss.flatness import Rounding, loss_rises  # noqa: E402
 from isoloss.run_config import ModelConfig, TrainConfig  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -89,16 +90,31 @@ def trace(kind: str, **options: Any) -> Callable[[], Numbers]:
     return run
 
 
+def rises() -> Callable[[], Numbers]:
+    """Return what measures how far a loss rises."""
+    model, data = model_of("GPT-2"), batches("GPT-2")
+    changes = {"int4": Rounding(bits=4)}
+
+    def run() -> Numbers:
+        found = loss_rises(model, data, changes)
+        return {f"{name} {part}": getattr(found[name], part) for name in found for part in ("value", "stderr")}
+
+    return run
+
+
 def conditionals(name: str) -> Callable[[], Numbers]:
     """Return what computes exact conditionals of a language: of the masked and of the next token."""
     language = isoloss.load_language(name).to(dtype=torch.float64)
     tokens, lengths, _ = language.sample(2000, generator=generator(2))
+    inside = torch.arange(tokens.shape[1]) < lengths[:, None]
+    weights = torch.rand(language.vocab_size, generator=generator(3), dtype=torch.float64)
 
     def run() -> Numbers:
         masked = language.log_conditionals(tokens, lengths)
         following = language.log_next(tokens, lengths)
-        # the probability of the likeliest token, a mean over sentences and positions
-        return {"masked": masked.exp().amax(-1).mean().item(), "next": following.exp().amax(-1).mean().item()}
+        # with a weight for each token, so that a probability at the wrong token is seen
+        both = {"masked": masked, "next": following}
+        return {name: (logs[inside].exp() @ weights).mean().item() for name, logs in both.items()}
 
     return run
 
@@ -123,6 +139,7 @@ TASKS: dict[str, Callable[[], Callable[[], Numbers]]] = {
     "trace of a GPT-2": lambda: trace("GPT-2"),
     "trace of a BERT": lambda: trace("BERT"),
     "minimal trace of a GPT-2": lambda: trace("GPT-2", rescaling="minimal"),
+    "loss and rise of a GPT-2": rises,
     "conditionals of a grammar": lambda: conditionals("pcfg-paper"),
     "conditionals of an HMM": lambda: conditionals("hmm-paper"),
     "training a BERT": training,
@@ -201,6 +218,9 @@ def compare(new: Build, old: Build, task: str) -> list[str]:
     print(f"{task:26}{ratio:5.2f}   {ranges[0]} against {ranges[1]}", flush=True)
     wrong = [f"{task}: {ratio:.2f} times the other build's time"] if ratio > SLOWER else []
     numbers = {build: answer["numbers"] for build, answer in answers.items()}
+    if numbers[new].keys() != numbers[old].keys():
+        names = [", ".join(numbers[build]) for build in (new, old)]
+        return [*wrong, f"{task}: the numbers are {names[0]}, the other build's {names[1]}"]
     for name, value in numbers[new].items():
         if not math.isclose(value, other := numbers[old][name], rel_tol=TOLERANCE):
             wrong.append(f"{task}: {name} is {value!r}, the other build's {other!r}")
@@ -223,6 +243,7 @@ def main() -> int:
         packages = unpack(options.build, Path(folder))
         new, old = Build(ROOT / "src"), Build(packages)
         name = Path(options.build).name
+        print(f"{len(TASKS)} tasks, {ROUNDS} turns or more each: minutes, more on a busy machine")
         print(f"Processor time of this tree over that of {name}: the fastest turns, and their range")
         wrong = [line for task in TASKS for line in compare(new, old, task)]
     print("\n".join(wrong) or f"No task takes {SLOWER} times as long, and all numbers agree to {TOLERANCE:.0e}.")

@@ -11,8 +11,14 @@ KNOWN = {
     "trace of a GPT-2": {"trace": 232.51225060828904, "stderr": 1.044602552079357},
     "trace of a BERT": {"trace": 279.3149580138081, "stderr": 0.9631474613305834},
     "minimal trace of a GPT-2": {"trace": 38.29884301105534, "stderr": 0.15478415993406697},
-    "conditionals of a grammar": {"masked": 0.5346259211906433, "next": 0.4907743247601219},
-    "conditionals of an HMM": {"masked": 0.06149916696522807, "next": 0.04997691670763365},
+    "loss and rise of a GPT-2": {
+        "int4 value": 0.008854927562006908,
+        "int4 stderr": 0.0019445681966340056,
+        "int4_loss value": 6.866990116274667,
+        "int4_loss stderr": 0.01650640409517465,
+    },
+    "conditionals of a grammar": {"masked": 0.4941807671907656, "next": 0.4939808023950233},
+    "conditionals of an HMM": {"masked": 0.47556372536390923, "next": 0.47563386418461195},
 }
 
 

@@ -30,6 +30,7 @@ from isoloss.flatness._linear_maps import LinearMaps
 from isoloss.flatness.robustness import _groups_and_parts, rounded_layers
 from isoloss.seeds import generator
 from isoloss.statistics.comparison import paired_difference
+from isoloss.statistics.ratio import ratio
 
 VOCAB, WIDTH = 11, 12
 
@@ -322,3 +323,22 @@ def test_matrices_of_a_module_of_ones_own_are_found_in_its_forward_pass():
     assert {names[parameter]: axes for parameter, axes in maps.items()} == expected
     # a parameter that no product was seen of counts as a weight of maps that is not rounded
     assert number == sum(parameter.numel() for parameter in maps) + model.never.numel()
+
+
+def test_of_packed_text_the_error_is_the_larger_one_of_sequences_and_blocks():
+    model, larger = gpt2(), set()
+    for seed in range(6):
+        # neighbors share tokens, as pieces of one text do
+        ids = (torch.arange(64)[:, None] // 8 + torch.randint(3, (64, 8), generator=generator(seed, "ids"))) % VOCAB
+        found = loss_rises(model, [{"input_ids": ids, "labels": ids}], {"int8": Rounding(bits=8)})["int8_loss"]
+        assert found.details["clusters"].startswith("blocks")
+        nats = []
+        with torch.no_grad():
+            for row in ids:
+                nats.append(float(model(row[None], labels=row[None]).loss) * 7)
+        blocks = np.arange(64) * found.samples // 64
+        by_block = [np.bincount(blocks, values) for values in (nats, np.full(64, 7.0))]
+        errors = ratio(nats, [7.0] * 64)[1], ratio(*by_block)[1]
+        larger.add(int(np.argmax(errors)))
+        assert found.stderr == pytest.approx(max(errors), rel=1e-2)  # these are of the weights before rounding
+    assert larger == {0, 1}
