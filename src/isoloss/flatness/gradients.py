@@ -113,8 +113,8 @@ def diagonal_fisher(
         >>> from isoloss.flatness import diagonal_fisher
         >>> model, batches = tiny_bert()
         >>> fisher, trace = diagonal_fisher(model, batches)
-        >>> sum(float(entries.sum()) for entries in fisher.values()) / trace.value
-        1.000000...
+        >>> round(sum(float(entries.sum()) for entries in fisher.values()) / trace.value, 6)
+        1.0
         >>> all(entries.shape == model.get_parameter(name).shape for name, entries in fisher.items())
         True
     """
