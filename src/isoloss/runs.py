@@ -157,7 +157,8 @@ class Run:
         try:
             return configs.from_dict(TrainConfig, record["config"])
         except IsolossError as error:
-            raise IsolossError(f"{path} is not of this version of isoloss: {error}") from error
+            why = "it is of another version of isoloss, or needs a package that is missing"
+            raise IsolossError(f"{path} cannot be read here: {error}; {why}") from error
 
     @property
     def absolute_config(self) -> TrainConfig:

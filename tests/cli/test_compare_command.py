@@ -185,7 +185,7 @@ def test_what_is_next_can_be_pasted(capsys):
 
 def test_one_document_is_said(capsys):
     out, _ = call(capsys, "a", "b", "--data", "one.txt", "--length", "12", "--threads", "1")
-    assert "too few to tell how texts differ: errors are for these texts alone" in " ".join(out.split())
+    assert "(a folder of texts or a .jsonl file has more): errors are for these texts alone" in " ".join(out.split())
     assert "standard error over" in out
 
 

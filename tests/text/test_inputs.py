@@ -387,7 +387,7 @@ def test_few_documents_are_no_clusters_and_that_is_said(text, bos, save, tmp_pat
     short.write_text("\n".join(lines[:9]))
     few = read(short, tokenizer=bos, config=GPT, kind="causal", length=8)
     assert "documents" not in few.batches[0]
-    assert few.description.endswith("too few to tell how texts differ: errors are for these texts alone")
+    assert few.description.endswith(": errors are for these texts alone")
     short.write_text("\n".join(lines[:14]))
     assert "documents" in read(short, tokenizer=bos, config=GPT, kind="causal", length=8).batches[0]
     short.write_text("\n".join([*lines[:9], *lines[:9]]))  # copies tell nothing new

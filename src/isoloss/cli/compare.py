@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = [
     ("isoloss compare A B", "on a text that comes with Python"),
-    ("isoloss compare A B --data text.txt --html page.html", "on your text, with a one-screen page"),
+    ("isoloss compare A B --data text.txt --html page.html", "on your text, with a page"),
     ("isoloss compare A B --data text.txt --task sst2", "with the accuracy of a probe on a task"),
     ("isoloss compare A B --task mine=reviews.csv", "on your own task: columns text and label"),
     ("isoloss compare A B --data text.txt --measures largest-eigenvalue fisher-rao", "with other measures of flatness"),
@@ -82,7 +82,7 @@ class Args:
     output: Path | None = None
     """Keep the numbers of each finished model in this folder; if interrupted, the same command resumes."""
     html: Path | None = None
-    """Write a one-screen page to this file."""
+    """Write a page to this file, with nothing beside it."""
     csv: Path | None = None
     """Write all numbers to this file, one per row."""
     parquet: Path | None = None

@@ -297,10 +297,12 @@ class ModelComparison(TraceComparison):
             answer = f"No answer: only {share} of the weights of {self.short[least]}'s linear maps are rounded"
             return Answer(question=question, answer=answer, detail="", holds=None)
         best = self._best(name, question, largest=False)
-        if self._same_loss().holds:
+        same = self._same_loss().holds
+        if same:
             return best
         # a smaller rise is no advantage at a larger loss
-        answer, detail = "Not judged: the losses are not shown to be the same", f"rises of the loss: {best.detail}"
+        reason = "the losses differ" if same is False else "the losses are not shown to be the same"
+        answer, detail = f"Not judged: {reason}", f"rises of the loss: {best.detail}"
         if is_rounded:
             found = self.of("int4_loss")
             losses = [f"{self.short[model]} {number(found[model])}" for model in self._ordered(list(found))]

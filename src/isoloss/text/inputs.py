@@ -253,7 +253,8 @@ def read_inputs(
         else:
             # the auxiliary sample must count as independent what the measurement does
             auxiliary_sample = replace(auxiliary_sample, origins=None)
-            description += ", too few to tell how texts differ: errors are for these texts alone"
+            description += ", too few to tell how texts differ (a folder of texts or a .jsonl file has more): "
+            description += "errors are for these texts alone"
     inputs = replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
     if sizes is None:
         return inputs

@@ -39,7 +39,7 @@ def test_a_directory_of_another_config_or_version_or_in_use(tmp_path):
     record = run.record
     record["config"]["color"] = "red"
     files.write_sealed(run.path / "run.json", record)
-    with pytest.raises(IsolossError, match=r"run\.json is not of this version of isoloss: .*color"):
+    with pytest.raises(IsolossError, match=r"run\.json cannot be read here: .*color.*; it is of another"):
         trained(tmp_path)
     with files.lock(tmp_path / "used"), pytest.raises(IsolossError, match="is in use by another isoloss process"):
         trained(tmp_path / "used")
