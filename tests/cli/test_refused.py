@@ -31,6 +31,7 @@ EARLY = {
         "chekpoint --data text.txt": "does not answer; did you mean checkpoint?",
         "./no --data text.txt": "there is no checkpoint ./no: it is not a folder",
         "./chekpoint": "there is no checkpoint ./chekpoint: it is not a folder; did you mean checkpoint?",
+        "text.txt --data text.txt": "text.txt is a file, and a checkpoint is a folder: if it has the weights",
         "runs/frist --data text.txt": "did you mean runs/first?",
         "'check*[x]'": "no folder matches 'check*[x]'",
         "owner/model@step*": "does not answer, and no revision of owner/model is on this machine",

@@ -204,6 +204,11 @@ def check_checkpoint(name: str, module: str | None = None) -> None:
         check_weights_file(Path(name).expanduser())
         return
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise IsolossError(
+            f"{name} is a file, and a checkpoint is a folder: if it has the weights of a module of your own, add "
+            "--module FILE.py:NAME"
+        )
     if not folder.is_dir():
         if not may_be_hub_name(name.partition("@")[0]):
             raise IsolossError(f"there is no checkpoint {name}: it is not a folder{files.nearest(folder)}")

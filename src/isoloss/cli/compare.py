@@ -82,7 +82,7 @@ class Args:
     output: Path | None = None
     """Keep the numbers of each finished model in this folder; if interrupted, the same command resumes."""
     html: Path | None = None
-    """Write a page to this file, with nothing beside it."""
+    """Write a self-contained page to this file."""
     csv: Path | None = None
     """Write all numbers to this file, one per row."""
     parquet: Path | None = None

@@ -118,11 +118,6 @@ class ExternalCheckpoint:
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         name, _, revision = self.checkpoint.partition("@")
-        if Path(name).is_file():
-            raise IsolossError(
-                f"{name} is a file, and a checkpoint is a folder: if it has the weights of a module of your own, add "
-                "--module FILE.py:NAME, which makes the module"
-            )
         try:
             cached = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
             # the cache may hold nothing but a config that was looked at
