@@ -58,6 +58,11 @@ def unreachable():
     return HMM([1.0, 0.0], np.eye(2), [[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], 3)
 
 
+def idle():
+    """One part, and a token that none of its states emits."""
+    return HMM([0.5, 0.5], [[0.9, 0.1], [0.2, 0.8]], [[0.5, 0.0, 0.5], [0.3, 0.0, 0.7]], 4)
+
+
 # --- the probability of each sentence: of all that are possible, by their tokens
 
 
@@ -211,6 +216,7 @@ MAKERS = {
     "hmm of fewer": (lambda: sparse(3, tokens=3), by_states),
     "hmm scattered": (scattered, by_states),
     "hmm unreachable": (unreachable, by_states),
+    "hmm with an idle token": (idle, by_states),
     "brackets": (lambda: Brackets(6), by_counting),
     "hidden bracket": (lambda: HiddenBracket(4, flip=0.2), by_hiding),
     "hidden bracket, certain": (lambda: HiddenBracket(4, flip=0.0), by_hiding),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from small_languages import NAMES, joint, language_of, sparse, unreachable
 
 from isoloss.errors import IsolossError
 from isoloss.lab import languages
+from isoloss.lab.languages._hmm import forward_backward
 from isoloss.lab.languages.config import HMMConfig
 from isoloss.lab.languages.hmm import HMM
 from isoloss.seeds import generator
@@ -87,6 +89,72 @@ def test_a_posterior_that_float32_cannot_hold():
     for version in (language, language.to(dtype=torch.float32)):
         found = version.posterior(tokens, lengths)[:, 0]
         np.testing.assert_allclose(found, [[1, 1e-20, 0], [0.25, 0.75, 0]], rtol=2e-6)
+
+
+def exactly(language, tokens):
+    """Return log-probability, posterior, conditionals and next tokens, by sums of fractions: nothing is rounded."""
+    initial, transition, emission = (
+        [[Fraction(x) for x in row] for row in np.atleast_2d(table).tolist()]
+        for table in (language.initial, language.transition, language.emission)
+    )
+    states = range(len(transition))
+    factors = [[emission[z][token] for z in states] for token in tokens]
+    ahead, behind = [initial[0]], [[Fraction(1) for _ in states]]
+    for f in factors[:-1]:
+        ahead.append([sum(ahead[-1][y] * f[y] * transition[y][z] for y in states) for z in states])
+    for f in factors[:0:-1]:
+        behind.insert(0, [sum(transition[z][y] * f[y] * behind[0][y] for y in states) for z in states])
+
+    def normalized(rows):
+        return np.array([[float(x / sum(row)) for x in row] for row in rows])
+
+    others = [[a * b for a, b in zip(*pair, strict=True)] for pair in zip(ahead, behind, strict=True)]
+    every = [[x * f for x, f in zip(*pair, strict=True)] for pair in zip(others, factors, strict=True)]
+    total = sum(every[0])
+    log_prob = math.log(total.numerator) - math.log(total.denominator)
+    return log_prob, normalized(every), normalized(others) @ language.emission, normalized(ahead) @ language.emission
+
+
+FAINT = [[0.875, 0.125, 0], [0.09375, 0.875, 0.03125]]  # tokens 0 and 1 tell the states, again and again
+KEPT = [[1, 0], [0, 1]]
+LEFT = [[1 - 2**-10, 2**-10], [0, 1]]
+STEEP = [[1 - 2**-40, 2**-40], [2**-40, 1 - 2**-40]]  # one token tells
+THREE = [[0.5, 0.25, 0.25], [2**-13, 0.875, 0.125 - 2**-13], [2**-10, 2**-10, 1 - 2**-9]]
+
+
+@pytest.mark.parametrize(
+    ("transition", "emission", "runs", "in_logs"),
+    [
+        (KEPT, FAINT, [60, 80], False),
+        (KEPT, STEEP, [5, 6], False),
+        (KEPT, STEEP, [30, 31], True),
+        (LEFT, FAINT, [60, 80], False),
+        (LEFT, FAINT, [0, 60, 80], False),
+        (np.eye(3), THREE, [15, 120, 20, 5], True),
+    ],
+)
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_a_state_that_is_lost_may_become_the_likely_one_again(
+    transition, emission, runs, in_logs, backend, monkeypatch
+):
+    """Its probability given the tokens so far falls below the smallest number, and later tokens speak for it alone."""
+    monkeypatch.setattr(forward_backward, "choose_backend", lambda device: backend)
+    size = len(transition)
+    language = HMM(np.full(size, 1 / size), transition, emission, 1000)
+    sentence = [token % 3 for token, run in enumerate(runs) for _ in range(run)]
+    truth = exactly(language, sentence)
+    tokens, lengths = torch.tensor([sentence]), torch.tensor([len(sentence)])
+    for version in (language, language.to(dtype=torch.float32)):
+        assert version._engine.whole.backend == backend
+        tolerance, tiny = (1e-10 if version is language else 3e-6), torch.finfo(version.dtype).tiny
+        found = [getattr(version, name)(tokens, lengths)[0] for name in ("log_prob", "posterior")]
+        found += [getattr(version, name)(tokens, lengths)[0].exp() for name in ("log_conditionals", "log_next")]
+        for left, right in zip(found, truth, strict=True):
+            np.testing.assert_allclose(
+                left, np.maximum(right, tiny) if left.dim() else right, rtol=tolerance, atol=tolerance
+            )
+    whole = language._engine.assign(tokens, spare=0)[0][1]
+    assert isinstance(whole.__dict__.get("_wide"), forward_backward.LogRecursions) == in_logs
 
 
 def test_closed_parts_are_found_and_used():

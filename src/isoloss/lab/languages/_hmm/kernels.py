@@ -33,25 +33,32 @@ class Kernels:
     """The compiled recursions of one model; arguments and methods are those of `forward_backward.Recursions`."""
 
     def __init__(
-        self, initial: torch.Tensor, transition: torch.Tensor, scaled: torch.Tensor, emission: torch.Tensor
+        self,
+        initial: torch.Tensor,
+        transition: torch.Tensor,
+        scaled: torch.Tensor,
+        emission: torch.Tensor,
+        *,
+        known: float | None,
     ) -> None:
         # A chart has states as rows: a step back is transition @ chart, a step ahead transition.T @ chart.
         self._factors, self._back = _padded(scaled.T), _blocks(transition)
         self._ahead = _padded(initial[:, None]), _blocks(transition.T), self._factors
         self._emission = _blocks(emission.T)
-        self._empty = initial.new_empty
+        self._empty, self._known = initial.new_empty, known
 
-    def scales(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return (n, T): the factor of each id given those before it."""
-        out = self._empty(ids.shape)
+    def scales(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (n, T), the factor of each id given those before it, and the least numbers."""
+        out, least = self._empty(ids.shape), self._empty(2, len(ids))
         for rows, lanes in self._tiles(ids):
-            charts, scales = self._charts(3, lanes), self._empty(lanes.shape).numpy()
-            forward(lanes, *self._ahead, charts[:1], charts[1:2], charts[2:], scales)
-            out[rows] = torch.from_numpy(scales[:, : len(out[rows])]).T
-        return out
+            charts, scales, entries = self._charts(3, lanes), self._empty(lanes.shape), self._entries(lanes)
+            forward(lanes, *self._ahead, charts[:1], charts[1:2], charts[2:], scales.numpy(), entries)
+            out[rows] = scales[:, : len(out[rows])].T
+            self._set_least(least[:, rows], scales, entries)
+        return out, least
 
     def states(self, ids: torch.Tensor, out: torch.Tensor, *, own: bool) -> torch.Tensor:
-        """Write (n, T, S), the states given all other ids, or with `own` all; return (n,) the least normalizers."""
+        """Write (n, T, S), the states given all other ids, or with `own` all; return the least numbers."""
         # Without rows of emissions there is no product, and the states themselves are handed out.
         return self._smooth(ids, self._emission[:0], out.numpy(), own=own, log=False)
 
@@ -60,23 +67,35 @@ class Kernels:
         return self._smooth(ids, self._emission, out.numpy(), own=False, log=log)
 
     def _smooth(self, ids: torch.Tensor, emission: Floats, out: Floats, *, own: bool, log: bool) -> torch.Tensor:
-        least, length = self._empty(len(ids)), ids.shape[1]
+        least, length = self._empty(2, len(ids)), ids.shape[1]
         for rows, lanes in self._tiles(ids):
             # Charts: T of states, T of emission factors, which both directions use, one for states that are not asked
             # for, three for `backward`. Normalizers: T forwards, and backwards T of states and T - 1 of messages.
             charts, scales = self._charts(2 * length + 4, lanes), self._empty(3 * length - 1, lanes.shape[1])
             states, emitted, one, work = charts[:length], charts[length:-4], charts[-4:-3], charts[-3:]
+            entries = self._entries(lanes)
             # The states given all ids go on from the filtered ones, those given all others from the predicted ones.
-            forward(lanes, *self._ahead, *((one, states) if own else (states, one)), emitted, scales.numpy())
+            forward(lanes, *self._ahead, *((one, states) if own else (states, one)), emitted, scales.numpy(), entries)
+            behind = scales[length:].numpy()
             product = self._empty(_BLOCK * len(emission), lanes.shape[1])
             for t in range(length - 1, -1, -1):
-                backward(t, self._back, emission, states, emitted, work, product.numpy(), scales[length:].numpy())
+                backward(t, self._back, emission, states, emitted, work, product.numpy(), behind, entries)
                 # Here, while the product is in the cache.
                 if log:
                     clamped_log_(product)
                 hand_out(product.numpy() if len(emission) else work[0], t, out[rows])
-            least[rows] = scales[:, : len(least[rows])].amin(dim=0)
+            self._set_least(least[:, rows], scales, entries)
         return least
+
+    def _entries(self, lanes: Integers) -> Floats:
+        """Return where the least entries are found, (lanes,); or (0,), where they are known."""
+        return np.ones(lanes.shape[1] if self._known is None else 0, self._emission.dtype)
+
+    def _set_least(self, out: torch.Tensor, scales: torch.Tensor, entries: Floats) -> None:
+        # of whole vectors, the first rows
+        rows = out.shape[1]
+        out[0] = scales[:, :rows].amin(dim=0)
+        out[1] = torch.from_numpy(entries[:rows]) if self._known is None else self._known
 
     def _charts(self, count: int, lanes: Integers) -> Floats:
         """Return memory of this thread, good until the next call, as fresh memory costs a tenth of the time.
@@ -174,6 +193,24 @@ def weigh(left: Floats, right: Floats, out: Floats, total: Floats) -> None:
 
 
 @_compiled
+def note(chart: Floats, least: Floats) -> None:
+    """Take the entries of a chart that are above 0 into the least ones of their lanes."""
+    one = chart.dtype.type(1)  # a plain 1 would make wider numbers
+    for state in range(0, len(chart), _BLOCK):
+        a, b, c, d = chart[state], chart[state + 1], chart[state + 2], chart[state + 3]
+        for lane in range(len(least)):
+            # Written so, it becomes vector instructions, which `min` does not.
+            p = a[lane] if a[lane] > 0 else one
+            q = b[lane] if b[lane] > 0 else one
+            r = c[lane] if c[lane] > 0 else one
+            s = d[lane] if d[lane] > 0 else one
+            p = p if p < q else q
+            r = r if r < s else s
+            p = p if p < r else r
+            least[lane] = p if p < least[lane] else least[lane]
+
+
+@_compiled
 def forward(
     ids: Integers,
     initial: Floats,
@@ -183,10 +220,12 @@ def forward(
     filtered: Floats,
     emitted: Floats,
     scales: Floats,
+    entries: Floats,
 ) -> None:
     """Write the states given the ids before, and given the own id too, and the factors of the ids.
 
-    Each of the three has charts for all positions, or for one, in which the last position is left.
+    Each of the three has charts for all positions, or for one, in which the last position is left. The least entries of
+    predictions are found where there is room for them.
     """
     for state in range(len(initial)):
         predicted[0, state] = initial[state, 0]
@@ -195,7 +234,9 @@ def forward(
         look_up(factors, ids[t], factor)
         weigh(predicted[t % len(predicted)], factor, chart, scales[t])
         if t + 1 < len(ids):
-            multiply(step, chart, predicted[(t + 1) % len(predicted)])
+            ahead = predicted[(t + 1) % len(predicted)]
+            multiply(step, chart, ahead)
+            note(ahead, entries)
 
 
 @_compiled
@@ -208,6 +249,7 @@ def backward(
     work: Floats,
     product: Floats,
     scales: Floats,
+    entries: Floats,
 ) -> None:
     """Write a position's states given the ids before, times the probability of those behind, and what they emit.
 
@@ -221,6 +263,7 @@ def backward(
     if t:
         weigh(message, emitted[t], chart, scales[2 * t - 1])
         multiply(back, chart, message)
+        note(message, entries)
 
 
 @_compiled
