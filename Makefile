@@ -31,6 +31,7 @@ help:
 	@echo "make test-browser   the pages in Chromium, which must be installed; installs Playwright"
 	@echo "make test-floors   a part of the tests with the oldest versions of dependencies; downloads CUDA builds of torch"
 	@echo "make lint types docs   style, type and documentation checks"
+	@echo "make readme    README's picture and output of make demo, made again: about six minutes"
 	@echo "make lock      constraints.txt and constraints-floors.txt from pyproject.toml; UPGRADE=--upgrade takes the newest"
 	@echo "make licenses  the licenses of all dependencies, into THIRD_PARTY_LICENSES.md; downloads a CUDA build of torch"
 	@echo "make wheel     a wheel and a source archive, into dist/"
@@ -38,6 +39,7 @@ help:
 	@echo "make release   the same for a release: refused without a repository URL and a date"
 	@echo "make bench-languages   exact inference and sampling against other libraries, in an environment of its own"
 	@echo "make bench-check WHEEL=FILE   speed and numbers of this tree against another build: a wheel or a commit"
+	@echo "make clean     removes the environments, caches and all that was built, dist/ included"
 
 install: .venv/.installed
 

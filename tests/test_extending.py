@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def folder(tmp_path_factory):
 def isoloss(folder):
     """The command `isoloss` where the package is installed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(PLUGIN), prepend=os.pathsep)
+        for path in (_smallest(folder / "smallest"), PLUGIN):
+            patch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
         with Commands(folder / "bin") as commands:
 
             def run(*words):
@@ -50,8 +52,26 @@ def isoloss(folder):
             yield run
 
 
+def _smallest(place):
+    """Put the smallest package of the page where pip would: a module, and the table of its entry points."""
+    files = dict(re.findall(r"<!-- file: nadam/(\S+) -->\n```\w+\n(.*?)```\n", PAGE, flags=re.DOTALL))
+    about = tomllib.loads(files["pyproject.toml"])
+    (info := place / "nadam-1.0.dist-info").mkdir(parents=True)
+    for module in about["tool"]["setuptools"]["py-modules"]:
+        (place / f"{module}.py").write_text(files[f"{module}.py"])
+    project = about["project"]
+    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {target}" for name, target in entries.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return place
+
+
 def test_the_page_shows_the_package():
-    shown = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```\n", PAGE, flags=re.DOTALL))
+    shown = dict(re.findall(r"<!-- file: (mylab/\S+) -->\n```python\n(.*?)```\n", PAGE, flags=re.DOTALL))
     assert shown == {str(path.relative_to(PLUGIN)): path.read_text() for path in (PLUGIN / "mylab").glob("[!_]*.py")}
     table = (PLUGIN / "mylab-1.0.dist-info" / "entry_points.txt").read_text()
     assert set(re.findall(r"^(\S+) = (\S+)$", table, flags=re.MULTILINE)) == set(
@@ -86,6 +106,12 @@ def test_the_optimizer_moves_matrices_and_leaves_the_rest_to_adamw(isoloss, fold
     assert not by_polar & by_adamw
     assert {"distilbert.transformer.layer.0.ffn.lin1.weight", "vocab_transform.weight"} < by_polar
     assert {"distilbert.embeddings.word_embeddings.weight", "vocab_layer_norm.weight"} < by_adamw
+
+
+def test_the_smallest_package_trains(isoloss, folder):
+    assert "nadam          NAdam: Adam with Nesterov's momentum\n" in isoloss("ls", "optimizers").stdout
+    state = load_file(folder / "runs/nadam/checkpoints/step-20/trainer.safetensors")
+    assert any(name.startswith("mu_product/") for name in state)
 
 
 def test_options_of_components_are_options_of_the_commands(isoloss):

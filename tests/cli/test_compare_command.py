@@ -91,8 +91,10 @@ def test_all_that_it_writes_agrees(capsys, tmp_path):
                 assert number(estimate) in page
     verdict = document["verdict"]["text"]
     # on a terminal, what was asked for says what there is more of
-    assert verdict.replace("more inputs", "more text in --data") in " ".join(out.split())
-    assert verdict.replace("more inputs", "more text in --data").replace("'", "&#39;") in page
+    held = re.match(r"all (\d+) sequences ", document["inputs"])[1]
+    verdict = verdict.replace("more inputs", f"more text in --data (all {held} sequences of it are used)")
+    assert verdict in " ".join(out.split())
+    assert verdict.replace("'", "&#39;") in page
     assert "isoloss compare a b --data text.jsonl" in page
     assert document["inputs"] in page
     assert document["inputs"] in out
@@ -179,6 +181,10 @@ def test_what_is_next_can_be_pasted(capsys):
     # there are no other sequences
     out, _ = call(capsys, "a", "the second", *DATA, "--num-sequences", "4000")
     assert "--num-sequences" not in out.replace("--num-sequences 4000 --task", "")
+    held = re.search(r"all (\d+) sequences ", out)[1]
+    out, _ = call(capsys, "a", "the second", *DATA, "--num-sequences", held)
+    assert "--num-sequences" not in out.replace(f"--num-sequences {held} --task", "")
+    assert f"take more text in --data (all {held} sequences of it are used)" in " ".join(out.split())
     shutil.copytree("a", "copy of a")
     assert "To paste" not in call(capsys, "a", "copy of a", *DATA)[0]
 
@@ -193,6 +199,9 @@ def test_what_there_is_more_of_is_said(capsys):
     few = ("--num-sequences", "8", "--loss-margin", "0.3")
     out, _ = call(capsys, "a", "b", "--data", "one.txt", "--length", "12", "--threads", "1", *few)
     assert "Next: take more sequences (--num-sequences), or" in " ".join(out.split())
+    early = ("--rtol", "0.99", "--batch-size", "8")
+    out, _ = call(capsys, "a", "b", "--data", "one.txt", "--length", "12", "--threads", "1", *early)
+    assert "take a smaller --rtol, or" in " ".join(out.split())
 
 
 def test_the_same_weights_and_other_architectures_have_no_flattest(capsys):

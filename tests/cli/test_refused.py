@@ -31,7 +31,8 @@ EARLY = {
         "chekpoint --data text.txt": "does not answer; did you mean checkpoint?",
         "./no --data text.txt": "there is no checkpoint ./no: it is not a folder",
         "./chekpoint": "there is no checkpoint ./chekpoint: it is not a folder; did you mean checkpoint?",
-        "text.txt --data text.txt": "text.txt is a file, and a checkpoint is a folder: if it has the weights",
+        "text.txt --data text.txt": "text.txt is a file, and a checkpoint is a folder: if it is what models",
+        "other weights/w.pt": "put --data before it; if it has the weights of a module of your own, add --module",
         "runs/frist --data text.txt": "did you mean runs/first?",
         "'check*[x]'": "no folder matches 'check*[x]'",
         "owner/model@step*": "does not answer, and no revision of owner/model is on this machine",
@@ -185,7 +186,10 @@ EARLY = {
         "--fraction 0.3": "choose the masking 'fraction'",
         "--warmup-steps 10 --warmup-proportion 0.1": "say the same: leave one out",
         "--measure-every 7": "measure_every is 7; it must be a multiple of log_every, 50",
-        "--target-kl 1 --target-loss 1": "a stage ends at one target",
+        "--target-kl 1 --target-loss 1": "isoloss train: --target-kl and --target-loss are given",
+        "--target-kl -1": "isoloss train: --target-kl is -1.0; it must be above 0",
+        "--target-kl 1 --validate-every 7": "train: --validate-every is 7; it must be a multiple of --log-every, 50",
+        "--target-kl 1 --algorithm adversarial --adversarial-weight 0": "isoloss train: the adversary's weight is 0.0;",
         "--compiled --no-compiled": "--compiled and --no-compiled contradict each other",
         "--compiled --masking fraction": "compiled is on and masking is 'fraction'; it must be 'one'",
         "--compiled --architecture lstm": "compiled is on and the architecture is lstm; it must be bert",
@@ -275,6 +279,7 @@ LATE = {
         "mine.py:broken": "mine.py:broken fails: ValueError: no config",
         "mine.py:Both": "is a Both: it sees the tokens that it would predict",
         "mine.py:Loss": "Loss gives no logits of shape",
+        "mine.py:Next --control --output out": "cannot be measured: no rescalings are known for the module Next",
     },
     "measure --module mine.py:Both --data ids.bin": {
         "weights": "with --module, a checkpoint is a file of weights; its files are weights/w.pt",
@@ -389,6 +394,10 @@ class Both(nn.Module):
 
     def forward(self, ids):
         return self.head(self.tokens(ids).flip(1))
+
+class Next(Both):
+    def forward(self, ids):
+        return self.head(self.tokens(ids))
 
 class Loss(Both):
     def forward(self, ids):

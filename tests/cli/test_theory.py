@@ -92,7 +92,11 @@ def test_the_table_of_sgd_flow_is_of_the_last_time(capsys):
 
 
 def test_sgd_flow_of_one_model(capsys):
-    document = json.loads(call(capsys, *BOTH, "--model", "masked-lm", "--json"))
+    assert theory.main([*BOTH, "--model", "masked-lm", "--json"]) == 0
+    out, err = capsys.readouterr()
+    # K / eta^2 for each step size
+    assert err.startswith("sgd-flow, masked LM, 88 parameters: 250 steps of SGD, then the control\n")
+    document = json.loads(out)
     assert {row["model"] for row in document["rows"] + document["limits"]} == {"masked LM, 88 parameters"}
     assert [row["step_size"] for row in document["rows"] + document["limits"]] == [0.1, 0.05, 0]
     assert len(document["statements"]) == 5

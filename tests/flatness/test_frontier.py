@@ -15,6 +15,7 @@ from isoloss.flatness import forgetting_frontier
 from isoloss.lab.evaluation.context import language_inputs
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.presets import framed
 from isoloss.run_config import ObjectiveConfig
 from isoloss.seeds import derive
 
@@ -166,14 +167,16 @@ def test_the_measure_reads_the_other_text(tmp_path):
         evaluate(tmp_path / "model", "frontier", data=str(tmp_path / "old.npy"))
 
 
-def test_the_other_grammar_has_one_level_of_rules_drawn_anew(tmp_path):
-    grammar = PCFGConfig(levels=1, symbols_per_level=2, rules_per_symbol=2, vocab_size=VOCAB - 2)
+@pytest.mark.parametrize(("frame", "special"), [(lambda grammar: grammar, 2), (framed, 4)], ids=["plain", "framed"])
+def test_the_other_grammar_has_one_level_of_rules_drawn_anew(tmp_path, frame, special):
+    plain = PCFGConfig(levels=1, symbols_per_level=2, rules_per_symbol=2, vocab_size=VOCAB - special)
+    grammar = frame(plain)
     gpt2().float().save_pretrained(tmp_path)
     settings = {"frontier_level": 1, "frontier_gain": 0.01, "frontier_steps": 4, "num_sequences": 32}
     settings |= {"frontier_rates": (3e-2,)}
     (found,) = evaluate(tmp_path, "frontier", language=grammar, settings=settings)
     # a text of the other grammar, drawn as the measure draws it, as token ids
-    other = dataclasses.replace(grammar, redrawn_level=1).build()
+    other = frame(dataclasses.replace(plain, redrawn_level=1)).build()
     objective = ObjectiveConfig(kind="causal")
     old, new = (
         language_inputs(language, objective, num_sequences=number, seed=seed)
@@ -186,13 +189,15 @@ def test_the_other_grammar_has_one_level_of_rules_drawn_anew(tmp_path):
     for name, estimate in expected.items():
         assert found.estimates[name].value == pytest.approx(estimate.value, rel=1e-5)
     assert expected["frontier"].value != 0
-    with pytest.raises(IsolossError, match="frontier_level is -1: name a level of the grammar, 0 to 1, whose rules"):
+    with pytest.raises(IsolossError, match=r"names no level: give one of the grammar, 0 to 1, .* \(--frontier-level\)"):
         evaluate(tmp_path, "frontier", language=grammar)
+    with pytest.raises(IsolossError, match="frontier_level is 2: give one of the grammar, 0 to 1, whose rules change"):
+        evaluate(tmp_path, "frontier", language=grammar, settings={**settings, "frontier_level": 2})
     # what would be passed over, or change two levels at once
     with pytest.raises(IsolossError, match="frontier_with is old, but the model is measured on a language"):
         evaluate(tmp_path, "frontier", language=grammar, settings={**settings, "frontier_with": "old"})
     with pytest.raises(IsolossError, match="the grammar itself has level 0 drawn anew"):
-        evaluate(tmp_path, "frontier", language=dataclasses.replace(grammar, redrawn_level=0), settings=settings)
+        evaluate(tmp_path, "frontier", language=frame(dataclasses.replace(plain, redrawn_level=0)), settings=settings)
     np.save(tmp_path / "old.npy", np.zeros((4, 4), np.int64))
     with pytest.raises(IsolossError, match="frontier_level is 1, but the model is measured on a text"):
         evaluate(tmp_path, "frontier", data=str(tmp_path / "old.npy"), settings=settings)

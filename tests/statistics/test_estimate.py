@@ -72,6 +72,14 @@ def test_the_interval_grows_as_samples_are_few():
     assert (low + high) / 2 == pytest.approx(10)
 
 
+@pytest.mark.parametrize("unit", ["accuracy", "difference in accuracy"])
+def test_no_interval_of_an_accuracy_is_beyond_100_points(unit):
+    of_two = Estimate(value=-0.5, stderr=0.5, samples=2, unit=unit, num_predictions=2, method="mean")
+    assert of_two.ci95 == (-1, 1)
+    assert dataclasses.replace(of_two, samples=1000).ci95 == pytest.approx((-1, 0.4812), abs=1e-4)
+    assert dataclasses.replace(of_two, unit="nats").ci95 == pytest.approx((-6.853, 5.853), abs=1e-3)
+
+
 def test_one_sample_has_no_interval_but_an_exact_value_has():
     one = {"samples": 1, "unit": "nats", "num_predictions": 1, "method": "mean"}
     with pytest.raises(IsolossError, match="at least 2"):

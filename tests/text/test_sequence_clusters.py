@@ -173,7 +173,7 @@ def test_every_number_over_packed_text_has_the_larger_error():
     trace = fisher_trace(models["a"], callback._batches)
     objective = ObjectiveConfig()
     losses = [
-        text_loss(models["a"], batches_of(ids, **given), objective=objective, seed=0)["loss"]
+        text_loss(models["a"], batches_of(ids, **given), objective=objective, seed=0, method="")["loss"]
         for given in ({}, {"documents": torch.arange(len(ids))})
     ]
     of_found, of_plain = found.models["a"], plain.models["a"]
@@ -202,7 +202,7 @@ def test_intervals_over_packed_documents_hold_the_mean_of_many():
         ids, of_row = packed(texts(25, (20, 100), seed))
         for name, documents in zip(found, (of_row, None, torch.arange(len(ids))), strict=True):
             batch = {"input_ids": ids, "labels": ids} | ({} if documents is None else {"documents": documents})
-            found[name].append(text_loss(model, [batch], objective=ObjectiveConfig(), seed=0)["loss"])
+            found[name].append(text_loss(model, [batch], objective=ObjectiveConfig(), seed=0, method="")["loss"])
     assert len({found["neighbors"][0].samples, found["documents"][0].samples}) == 2
     values = [one.value for one in found["documents"]]
     mean = np.average(values, weights=[one.num_predictions for one in found["documents"]])

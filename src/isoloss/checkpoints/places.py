@@ -206,8 +206,8 @@ def check_checkpoint(name: str, module: str | None = None) -> None:
     folder = Path(name).expanduser()
     if folder.is_file():
         raise IsolossError(
-            f"{name} is a file, and a checkpoint is a folder: if it has the weights of a module of your own, add "
-            "--module FILE.py:NAME"
+            f"{name} is a file, and a checkpoint is a folder: if it is what models read, put --data before it; if it "
+            "has the weights of a module of your own, add --module FILE.py:NAME"
         )
     if not folder.is_dir():
         if not may_be_hub_name(name.partition("@")[0]):

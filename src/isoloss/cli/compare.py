@@ -162,8 +162,13 @@ def main(arguments: list[str]) -> int:
             if stop.complete is None:
                 raise
             compared, failed = cast("ModelComparison", stop.complete), stop
-    has_more = next(iter(compared.of("trace").values())).details["sequences"] == num_sequences
+    about = next(iter(compared.of("trace").values())).details
+    has_more = about["sequences"] == num_sequences != compared.num_held
     more = "more sequences (--num-sequences)" if has_more else "more text in --data"
+    if about["sequences"] == compared.num_held:
+        more += f" (all {compared.num_held:,} sequences of it are used)"
+    elif about["ended"] in ("rtol", "seconds"):
+        more = {"rtol": "a smaller --rtol", "seconds": "more time (--seconds)"}[about["ended"]]
     if args.json:
         common.emit_json(compared.to_dict())
     else:

@@ -132,6 +132,7 @@ class FlowArgs(CommonArgs):
         document: dict[str, Any] = {"rows": [], "limits": [], "control": {}}
         for settings in self._settings():
             name = settings.model.name
+            common.note(f"sgd-flow, {name}: {settings.num_steps:,} steps of SGD, then the control")
             with common.Progress(f"sgd-flow, {name}", settings.num_steps, "steps") as progress:
                 result = study(settings, progress=progress)
             results.append((settings, result))

@@ -175,7 +175,16 @@ def _is_one_of_several() -> bool:
 def _main(arguments: list[str]) -> int:
     args = options.parse(Args, "train", arguments, examples=EXAMPLES, common=COMMON)
     run, config = Run(args.run), _config(args)
-    configs.check(config)
+    try:
+        configs.check(config)
+    except IsolossError as error:
+        if not args.target:
+            raise
+        # the stage is made of options: a user knows these, and no stage
+        text = str(error).removeprefix("stages[0]").lstrip(".: ")
+        for name in ("log_every", *_Target.sources):
+            text = text.replace(name, option_name(name))
+        raise IsolossError(text) from error
     _check_machine(run, config)
     # a config, a run or a preset already says how it is trained
     is_free = args.config is None and args.language is not None and args.preset is None

@@ -89,12 +89,14 @@ class ModelComparison(TraceComparison):
         loss_margin: The margin in nats per predicted token within which two losses count as the same.
         min_ratio: The smallest ratio of two traces that counts.
         inputs: The inputs that the models were measured on, in words.
+        num_held: How many sequences there are of these inputs; None: it is not known, or as many as are asked for.
         measures: The measures that were requested beside the usual ones.
     """
 
     loss_margin: float = LOSS_MARGIN
     min_ratio: float = MIN_RATIO
     inputs: str = ""
+    num_held: int | None = None
     measures: tuple[str, ...] = ()
 
     @functools.cached_property

@@ -22,6 +22,7 @@ _MOST_DECIMALS = 12
 _EXACT = " (exact)"
 _EXACT_DIGITS = 5  # significant ones of an exact value; JSON has all
 _FEW = 32  # samples, of which one may well make up much of the error
+_LARGEST = {"accuracy": 1.0, "difference in accuracy": 1.0}  # absolute values that there can be, by unit
 _LEADING = 0.25  # of the squared error: more than one sample should make up
 
 
@@ -103,9 +104,13 @@ class Estimate:
 
     @property
     def ci95(self) -> tuple[float, float]:
-        """The 95 % confidence interval, by Student's t with `freedom` degrees of freedom."""
+        """The 95 % confidence interval, by Student's t with `freedom` degrees of freedom.
+
+        That of an accuracy, or of a difference of two, ends at 100 points: few examples have a wider one.
+        """
         half = student95(self.freedom) * self.stderr if self.stderr > 0 else 0.0
-        return self.value - half, self.value + half
+        most = _LARGEST.get(self.unit, math.inf)
+        return max(self.value - half, -most), min(self.value + half, most)
 
     def row(self) -> dict[str, Any]:
         """Return the numbers of a row of a data frame: value, error, 95 % interval, unit and samples."""

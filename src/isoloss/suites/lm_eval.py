@@ -135,7 +135,7 @@ def read_lm_eval(paths: str | Path | Sequence[str | Path] | Mapping[str, str | P
         >>> print(results)
         metric    model      value  minus early  95 % interval
         quiz.acc  early  50 ± 29 %
-        quiz.acc  late   75 ± 25 %      25 ± 25     -55 to 105
+        quiz.acc  late   75 ± 25 %      25 ± 25     -55 to 100
         >>> results.difference("quiz.acc", "late", "early").samples
         4
     """

@@ -159,7 +159,7 @@ def make_targets(n=600, seed=0):
 
 def held_out_loss(model, language, *, num_sequences, objective, seed, **options):
     batch = loss.held_out_batch(language, num_sequences=num_sequences, objective=objective, seed=seed)
-    return loss.text_loss(model, [batch], objective=objective, seed=seed, **options)
+    return loss.text_loss(model, [batch], objective=objective, seed=seed, method="held-out text", **options)
 
 
 # --- exact languages -------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_documents_count_as_independent_where_the_batches_have_them():
     batch = loss.held_out_batch(Corpus(), num_sequences=60, objective=FRACTION, seed=1)
     documents = torch.arange(60) // 3
     by_sequence, by_document = (
-        loss.text_loss(bert(), [given], objective=FRACTION, seed=1)["loss"]
+        loss.text_loss(bert(), [given], objective=FRACTION, seed=1, method="")["loss"]
         for given in ({**batch, "documents": torch.arange(60)}, {**batch, "documents": documents})
     )
     assert (by_sequence.samples, by_document.samples) == (60, 20)

@@ -87,6 +87,14 @@ def test_a_spread_of_rounding_is_none():
     assert found.sentence.stderr == found.masked_token.stderr == 0
 
 
+@pytest.mark.parametrize("stop", [0.05, 0.2, 0.3, 0.45])
+def test_no_entropy_is_below_zero(stop):
+    """Each length has one sentence, so that its log-probability given the length is 0 or rounding."""
+    found = languages.entropy(PCFG.from_text(f"S A A {stop}\nS S A {1 - stop}\nA a 1"), num_sentences=50)
+    for estimate in (found.given_length, found.masked_token):
+        assert 0 <= estimate.value < 1e-14
+
+
 def test_what_cannot_be_estimated():
     with pytest.raises(IsolossError, match="num_sentences is 1; an estimate with an error needs at least 2"):
         languages.entropy(Brackets(4), num_sentences=1)

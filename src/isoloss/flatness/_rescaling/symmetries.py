@@ -415,6 +415,15 @@ def rescalings_of(
     return _solution(signals, list(measured), list(names.values())[len(measured) :], last)
 
 
+def why_no_rescalings(model: nn.Module) -> str | None:
+    """Return why nothing is known of the rescalings of a model, as a sentence; None if something is."""
+    try:
+        _rules(architecture(model))
+    except IsolossError as error:
+        return str(error)
+    return None
+
+
 def _rules(network: nn.Module) -> Callable[[nn.Module, Signals], Signal]:
     """Return the function that declares the signals of a model like this one: its own, or the one of its family."""
     rules: Any = getattr(network, "rescalings", None)

@@ -215,10 +215,8 @@ def compare(
         fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
         if read is not None and read.bytes_per_token:
             fields["models"] = _with_bits_per_byte(compared.models, read.bytes_per_token)
-        description = "" if read is None else read.description
-        return ModelComparison(
-            **fields, loss_margin=loss_margin, min_ratio=min_ratio, inputs=description, measures=tuple(others)
-        )
+        about: dict[str, Any] = {} if read is None else {"inputs": read.description, "num_held": read.num_held}
+        return ModelComparison(**fields, **about, loss_margin=loss_margin, min_ratio=min_ratio, measures=tuple(others))
 
     try:
         compared = compare_traces(

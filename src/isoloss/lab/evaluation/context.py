@@ -17,6 +17,7 @@ from isoloss.checkpoints.loading import Kind, LoadedModel, header_of, load_model
 from isoloss.comparison.traces import Model, Outline
 from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError, warn
+from isoloss.flatness._rescaling.symmetries import why_no_rescalings
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.lab.languages.exact import all_sentences, why_not_enumerable
@@ -171,6 +172,7 @@ class ModelInfo:
     has_embeddings: bool  # whether it embeds token ids, as an auxiliary sample needs
     has_tokenizer: bool = True  # whether its own tokenizer may be where it was loaded from
     no_features: str | None = None  # why a probe cannot read its states; None: it can
+    no_rescalings: str | None = None  # why it has no minimal trace; None: it may have one
 
     @property
     def kind(self) -> Kind:
@@ -189,6 +191,7 @@ class ModelInfo:
             max_length=most_positions(model),
             has_embeddings=input_embeddings(model) is not None,
             no_features=why_no_features(model, causal=is_causal),
+            no_rescalings=why_no_rescalings(model),
         )
 
     def named(self, name: str) -> ModelInfo:

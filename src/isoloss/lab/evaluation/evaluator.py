@@ -192,6 +192,10 @@ def evaluate(
         context = contexts.language_context(language, objective, infos, inputs, shuffled=shuffled)
     context.rtol, context.seconds = rtol, seconds
     chosen = _applying(measures, settings, context, ", ".join(names))
+    # before the measures that come first are computed
+    for name in (name for name in chosen if hasattr(make_measure(name, settings), "rescaling_granularity")):
+        if reason := next((info.no_rescalings for info in infos if info.no_rescalings), None):
+            raise IsolossError(f"{name} cannot be measured: {reason}")
     if on_inputs is not None:
         on_inputs(infos, context)
     return _evaluate_models(names, checkpoints, chosen, settings, context, folders, progress)

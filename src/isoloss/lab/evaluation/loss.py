@@ -337,11 +337,11 @@ def text_loss(
     *,
     objective: ObjectiveConfig,
     seed: int,
+    method: str,
     batch_size: int = 32,
-    method: str = "held-out text",
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Estimate]:
-    """Return `loss`: the cross-entropy of sequences in nats per predicted token.
+    """Return `loss`: the cross-entropy of sequences in nats per predicted token; `method` says of which.
 
     All predicted tokens weigh the same. The error counts sequences as independent, or documents, or blocks of packed
     sequences (`isoloss.text.clusters.SequenceClusters`). `details` is as for `pretraining_loss`.

@@ -142,8 +142,8 @@ class Monitor:
         if self._targets is not None:
             estimates["kl_nats"] = loss.pretraining_loss(model, self._targets)["kl"]
         elif self._held_out is not None:
-            held_out = loss.text_loss(model, [self._held_out], objective=self._objective, seed=_SEED)
-            estimates["held_out_nats"] = held_out["loss"]
+            about: Any = {"objective": self._objective, "seed": _SEED, "method": "held-out text"}
+            estimates["held_out_nats"] = loss.text_loss(model, [self._held_out], **about)["loss"]
         is_causal = self._objective.kind == "causal"
         estimates["trace"] = fisher_trace(model, self._batches, seed=_SEED, causal=is_causal)
         return _by_name(estimates)
@@ -165,12 +165,12 @@ class Validation:
         from isoloss.lab.evaluation.loss import why_no_exact_targets
 
         self._language, self._objective, self._n = language, config.objective, config.measure_sentences
-        for number, stage in enumerate(config.stages):
+        for stage in config.stages:
             reason = stage.target_kl and why_no_exact_targets(
                 language, num_sentences=self._n, objective=self._objective, seed=_VALIDATION_SEED
             )
             if reason:
-                raise IsolossError(f"stages[{number}] has a target_kl: {reason}; give the stage a target_loss")
+                raise IsolossError(f"target_kl is {stage.target_kl:g}, but {reason}; give target_loss in its place")
 
     def __call__(self, what: str, model: Any) -> dict[str, float]:
         """Return the value of `what`, kl or loss, and its error, of a model in eval mode."""
@@ -179,7 +179,8 @@ class Validation:
         if what == "kl":
             estimate = loss.pretraining_loss(model, self._targets)["kl"]
         else:
-            estimate = loss.text_loss(model, self._batches, objective=self._objective, seed=_VALIDATION_SEED)["loss"]
+            about: Any = {"objective": self._objective, "seed": _VALIDATION_SEED, "method": "validation sentences"}
+            estimate = loss.text_loss(model, self._batches, **about)["loss"]
         return _by_name({f"validation_{what}_nats": estimate})
 
     # made when first compared with, which only rank 0 does: the others hold neither

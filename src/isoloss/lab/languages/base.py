@@ -272,7 +272,8 @@ class Language(abc.ABC):
         With `given_length`, the length is known too, as it is to a masked model. Then their sum at a sentence's own
         tokens is its log-probability given its length, as it is in any case where all sentences have one length.
 
-        Impossible tokens and padded positions are as in `log_conditionals`.
+        Impossible tokens and padded positions are as in `log_conditionals`. A possible token that is rarer than the
+        dtype's smallest normal number, 1e-38 in float32 and 1e-308 in float64, has the log of that number, too.
 
         Args:
             tokens: As for `log_prob`.

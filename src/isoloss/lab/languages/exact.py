@@ -191,8 +191,8 @@ def _monte_carlo(
         counts = lengths.to("cpu")
         log_probs = language.log_prob(tokens, lengths).to("cpu", torch.float64)
         # -log Pr(x | length). A grammar's `log_prob` includes the length; the other languages have one, of
-        # log-probability 0.
-        given_length.append(log_length_probs[counts] - log_probs)
+        # log-probability 0. No probability is above 1, but where a length has one sentence, rounding may put it there.
+        given_length.append((log_length_probs[counts] - log_probs).clamp(min=0))
         entropies = language.conditional_entropy(tokens, lengths).to("cpu", torch.float64)
         # The mean over the positions that may be masked: at all others the entropy is 0.
         masked.append(entropies.sum(dim=1) / maskable(Sentences(tokens, lengths), language).sum(dim=1).cpu())

@@ -67,7 +67,7 @@ def simulate(
     """Return the (n, P) parameters of independent trajectories of SGD at each time, from (n, P) starts.
 
     The loss is the population's: every example is fresh, and with `exact` the exact conditionals replace the sampled
-    answers. `times` are K, increasing: K / eta^2 steps are taken. `progress` gets each number of further steps.
+    answers. `times` are K, increasing: K / eta^2 steps are taken. `progress` gets a 1 after each.
 
     Example:
         >>> import numpy as np
@@ -85,8 +85,8 @@ def simulate(
         until = steps_until(time, step_size)
         for _ in range(until - done):
             model.move(theta, step_size, batch_size=batch_size, generator=generator, exact=exact)
-        if progress is not None:
-            progress(until - done)
+            if progress is not None:
+                progress(1)
         done = until
         points.append(theta.copy())
     return points

@@ -22,7 +22,7 @@ from isoloss.lab.evaluation.measures.base import (
     measure_class,
     requires,
 )
-from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig, WithSpecialTokensConfig
 from isoloss.registry import MEASURES
 from isoloss.seeds import derive
 
@@ -494,13 +494,27 @@ def _why_no_frontier(measure: FunctionMeasure, context: MeasureContext) -> str |
         return _names_text("frontier_with")(measure, context)
     if other:
         return f"frontier_with is {other}, but the model is measured on a language: leave it out, or add --data"
-    if not isinstance(grammar := context.language.config, PCFGConfig):
+    grammar = context.language.config
+    if isinstance(grammar, WithSpecialTokensConfig):
+        grammar = grammar.language
+    if not isinstance(grammar, PCFGConfig):
         return "it takes two texts, or a random grammar (pcfg) that is partly changed: add --data"
     if not 0 <= level <= grammar.levels:
-        return f"frontier_level is {level}: name a level of the grammar, 0 to {grammar.levels}, whose rules are changed"
+        named = "names no level" if level < 0 else f"is {level}"
+        return (
+            f"frontier_level {named}: give one of the grammar, 0 to {grammar.levels}, whose rules change "
+            "(--frontier-level)"
+        )
     if grammar.redrawn_level >= 0:
         return f"the grammar itself has level {grammar.redrawn_level} drawn anew, and a grammar has only one such level"
     return None
+
+
+def _redrawn(grammar: Any, level: int) -> Any:
+    """Return the config of a grammar, perhaps between [CLS] and [SEP], with the rules of one level drawn anew."""
+    if isinstance(grammar, WithSpecialTokensConfig):
+        return dataclasses.replace(grammar, language=_redrawn(grammar.language, level))
+    return dataclasses.replace(grammar, redrawn_level=level)
 
 
 @requires(_why_no_frontier)
@@ -538,7 +552,7 @@ def frontier(
     else:
         from isoloss.lab.evaluation.context import language_inputs
 
-        changed = dataclasses.replace(context.language.config, redrawn_level=frontier_level).build()
+        changed = _redrawn(context.language.config, frontier_level).build()
         # from one stream, many tokens of old and new sentences would be the same
         stream = derive(seed, "frontier")
         new = language_inputs(changed, context.objective, num_sequences=num_sequences, seed=stream)

@@ -64,18 +64,14 @@ class Loss(SequenceMeasure):
             sentences = context.language.held_out(num)
             inputs = digest(sentences.tokens, sentences.lengths, more=dataclasses.asdict(objective))
             batch = loss.held_out_batch(context.language, num_sequences=num, objective=objective, seed=seed)
-            estimates = loss.text_loss(model, [batch], objective=objective, seed=seed, progress=context.progress)
+            batches, method = [batch], "held-out text"
         else:
-            read = context.inputs(num, seed)
-            inputs = digest_batches(read.batches)
-            estimates = loss.text_loss(
-                model,
-                read.batches,
-                objective=objective,
-                seed=seed,
-                method="given text" if context.language is None else "fresh sentences",
-                progress=context.progress,
-            )
+            batches = context.inputs(num, seed).batches
+            inputs = digest_batches(batches)
+            method = "given text" if context.language is None else "fresh sentences"
+        estimates = loss.text_loss(
+            model, batches, objective=objective, seed=seed, method=method, progress=context.progress
+        )
         return MeasureResult(estimates=estimates, inputs=inputs)
 
     def _has_exact_targets(self, context: MeasureContext) -> bool:
