@@ -144,7 +144,7 @@ def rises() -> Iterator[dict[str, Any]]:
             workload.train(40)
         model = workload.model.double()
         (batch,) = workload.batches(64, 64, "rises")
-        for title in ("int8_rise", "int4_rise"):
+        for title in ("int8-rise", "int4-rise"):
             change = ROBUSTNESS[title]
             assert isinstance(change, Rounding)
             ours = loss_rises(model, [batch], {title: change})[title]

@@ -54,7 +54,7 @@ WORDS, LENGTH, ROWS, STEPS = 1000, 32, 256, 1000
 OF_A_NOVEL = 4  # replicates
 QUANTITIES = ("trace", "trace by FlatnessCallback", "loss", "difference of traces", "difference of losses")
 # all rows that `isoloss.compare` prints of models; bits per byte are a multiple of the loss, and words have no bytes
-COMPARED = tuple(name for name in TITLES if name != "bits_per_byte")
+COMPARED = tuple(name for name in TITLES if name != "bits-per-byte")
 COMPARISONS, PAGES = 200, 50  # how many, of how many pages each
 CHECKPOINTS, SUITES = 6, {5: 2000, 10: 1000, 24: 500}  # of a cluster; by how many clusters they have
 CORRELATIONS = (0.0, 0.6)
@@ -151,7 +151,7 @@ def rows_of(models: Mapping[str, GPT2LMHeadModel], texts: Texts, number: int, fo
     for name in COMPARED:
         one, difference = comparison.models["a"][name], comparison.difference(name, "a", "b")
         values[name] = [(each.value, *each.ci95, each.freedom) for each in (one, difference)]
-    return {"values": values, "rows_of_rises": comparison.models["a"]["int4_rise"].details["sequences"]}
+    return {"values": values, "rows_of_rises": comparison.models["a"]["int4-rise"].details["sequences"]}
 
 
 def true_rows(models: Mapping[str, GPT2LMHeadModel], texts: Texts, folder: Path) -> dict[str, tuple[float, float]]:

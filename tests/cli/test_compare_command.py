@@ -101,11 +101,14 @@ def test_all_that_it_writes_agrees(capsys, tmp_path):
 
 
 def test_other_measures_are_rows_and_the_figure_is_drawn(capsys, tmp_path):
-    words = ("--num-sequences", "12", "--measures", "fisher-rao", "squared-norm")
+    words = ("--num-sequences", "12", "--measures", "fisher-rao", "squared-norm", "int4-rise", "noise-rise")
     out, err = call(capsys, "a", "b", *DATA, *words, "--figure", tmp_path / "ab.svg")
     (paired,) = (line for line in out.splitlines() if line.startswith("fisher-rao "))
     (exact,) = (line for line in out.splitlines() if line.startswith("squared-norm "))
     assert (paired.count("±"), exact.count("±")) == (3, 0)
+    # these two are rows in any case, by other names
+    assert not any(line.startswith(("int4-rise", "noise-rise")) for line in out.splitlines())
+    assert out.count("rise with 4-bit weights") == out.count("rise with 10 % noise") == 1
     assert (tmp_path / "ab.svg").read_bytes().startswith(b"<svg")
     assert f"figure: {tmp_path / 'ab.svg'}" in err
 

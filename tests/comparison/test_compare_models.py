@@ -21,6 +21,7 @@ from isoloss.comparison.page import comparison_page
 from isoloss.comparison.traces import ComparisonError, InterruptedComparison
 from isoloss.errors import IsolossError, IsolossWarning
 from isoloss.flatness import loss_rises
+from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.lab.evaluation.evaluator import evaluate
 from isoloss.lab.evaluation.input_config import InputConfig
 from isoloss.lab.languages.config import BracketsConfig, PCFGConfig
@@ -138,7 +139,7 @@ def test_bits_per_byte_are_of_the_bytes_that_predicted_tokens_stand_for(measured
     sizes = by_document(batch, predicted_bytes(tokenizer, kind, batch))
     for name, model in models.items():
         bits = by_document(batch, losses(model, kind, batch)) / math.log(2)
-        found = comparison.models[name]["bits_per_byte"]
+        found = comparison.models[name]["bits-per-byte"]
         assert found.value == pytest.approx(ratio(bits, sizes)[0], rel=1e-5)
         assert found.unit == "bits per byte"
         # the bytes are given: a difference is as sure as in nats
@@ -160,7 +161,7 @@ def test_rises_are_of_64_sequences_drawn_at_random(measured):
 def test_the_seed_decides_the_noise():
     ids = torch.randint(0, 64, (12, 8), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": ids, "labels": ids}]
-    rises = [compare({"a": small.gpt2(64, 0)}, batches, seed=seed).of("noise_10%_rise")["a"] for seed in (3, 4)]
+    rises = [compare({"a": small.gpt2(64, 0)}, batches, seed=seed).of("noise-rise")["a"] for seed in (3, 4)]
     assert rises[0].value != rises[1].value
     assert [rise.details["seed"] for rise in rises] == [3, 4]
 
@@ -193,13 +194,13 @@ def test_it_says_what_it_is_over_and_is_one_table(measured):
     assert [line for line in TITLES.values() if not re.search(rf"^{re.escape(line)}[ ,]", out, re.M)] == []
     assert " documents. Rises, and losses with rounded weights, are over " in out
     assert " documents in 64 of the sequences" in out
-    draws = comparison.models["a"]["noise_10%_rise"].details["draws"]
+    draws = comparison.models["a"]["noise-rise"].details["draws"]
     assert draws >= 40
     assert (
         f". Errors with noise are over 20 groups of documents and {draws} draws, each added and subtracted. Rounded: "
         in out
     )
-    rounded = comparison.models["a"]["int4_rise"].details
+    rounded = comparison.models["a"]["int4-rise"].details
     assert rounded["rounded_weights"] == rounded["map_weights"] > 0
     assert f". Rounded: {rounded['map_weights']:,} of {rounded['map_weights']:,} weights of linear maps" in out
     assert "<table>" in comparison._repr_html_()
@@ -242,6 +243,12 @@ def unlike(folder, tmp_path_factory):
 def compared(first, second, data, **options):
     about = {"inputs": HOW, "device": "cpu", "robustness": False, "num_sequences": 12, **options}
     return compare([str(first), str(second)], data=data, **about)
+
+
+def test_a_rise_alone_is_asked_about(folder, text):
+    found = compared(folder / "a", folder / "b", text, measures=["int4-rise"])
+    assert [answer.question for answer in found.answers()] == ["Same loss?", "Flatter?", "More robust at 4 bits?"]
+    assert found.table()[1][-1][0] == "int4-rise"
 
 
 def test_tokenizers_that_read_a_text_differently_are_refused_in_both_orders(folder, unlike, text):
@@ -455,7 +462,7 @@ def test_a_model_that_fails_leaves_the_others_measured():
     assert list(failed.value.complete.models) == ["a"]
     alone = failed.value.complete
     assert alone.answers() == []
-    assert "int4_rise" in alone.names
+    assert "int4-rise" in alone.names
     assert "verdict" not in alone.to_dict()
 
 
@@ -479,8 +486,8 @@ def test_differences_are_in_the_order_of_the_table_whichever_model_is_better():
         same_loss, flatter, robust, quiet = comparison.answers()
         for answer in (same_loss, robust, quiet):
             assert f"{second} minus {first} " in answer.detail.replace(":", "")
-        assert f"trace of {second} " in flatter.detail
-        assert f" times {first}'s" in flatter.detail
+        assert flatter.detail.startswith(f"{second}'s trace is ")
+        assert f" {first}'s; {second}'s minimal trace is " in flatter.detail
 
 
 def test_at_different_losses_no_model_is_called_more_robust():
@@ -488,7 +495,7 @@ def test_at_different_losses_no_model_is_called_more_robust():
     answers = {answer.question: answer for answer in comparison.answers()}
     reason = {False: "the losses differ", None: "the losses are not shown to be the same"}[answers["Same loss?"].holds]
     at_ten = dataclasses.replace(comparison, loss_margin=10.0)
-    for place, name in ((2, "int4_rise"), (3, "noise_10%_rise")):
+    for place, name in ((2, "int4-rise"), (3, "noise-rise")):
         robust, judged = comparison.answers()[place], at_ten.answers()[place]
         assert (robust.answer, robust.holds) == (f"Not judged: {reason}", None)
         b_less_a = comparison.difference(name, "b", "a")
@@ -504,15 +511,16 @@ def test_values_below_a_thousandth_of_a_nat_are_shown_in_millinats():
     models = {name: small.gpt2(8, seed) for seed, name in enumerate("ab")}
     found = compare(models, batches())
     scaled = {
-        model: each | {"int8_rise": times(each["int8_rise"], 1e-4), "int4_rise": times(each["int4_rise"], 1.0)}
+        model: each | {"int8-rise": times(each["int8-rise"], 1e-4), "int4-rise": times(each["int4-rise"], 1.0)}
         for model, each in found.models.items()
     }
     milli = dataclasses.replace(found, models=scaled)
     rows = {row[0]: row[1:] for row in milli.table()[1]}
-    one = str(times(scaled["a"]["int8_rise"], 1e3)).partition(" nats")[0]
+    one = str(times(scaled["a"]["int8-rise"], 1e3)).partition(" nats")[0]
     assert rows["rise with 8-bit weights, millinats"][0] == one
     assert "rise with 4-bit weights" in rows
     page = comparison_page(milli)
+    one = one.replace("± ", "±\xa0")
     assert page.count(one) == 1  # both values, the difference and its bar are one row
     assert 'id="section-differences' not in page
 
@@ -522,8 +530,32 @@ def test_the_same_weights_are_identical_and_no_model_is_better():
     assert str(comparison.verdict()) == "a and copy have identical weights. There is nothing to compare."
     for name in comparison.names:
         assert comparison.difference(name, "a", "copy").ci95 == (0, 0)
-    assert [answer.holds for answer in comparison.answers()] == [True, None, None, None]
-    assert comparison.answers()[1].answer == "No verdict: identical weights"
+    assert [str(answer) for answer in comparison.answers()] == ["Same model? Yes, the weights are identical"]
+    assert str(comparison).count("identical") == 1
+    assert "?" not in str(comparison)
+
+
+def test_of_a_rescaled_copy_only_that_is_asked_which_rescaling_changes():
+    """Of whole tensors it changes no rounding, and no noise in proportion; of channels it changes both."""
+    found = {}
+    for granularity in ("tensor", "channel"):
+        torch.manual_seed(0)
+        model = small.llama(8)
+        copy = rescaled_at_random(model, granularity=granularity)
+        comparison = compare({"a": model, "rescaled": copy}, batches())
+        assert comparison.verdict().reasons == ("function",)
+        found[granularity] = [answer.question for answer in comparison.answers()]
+    assert found["tensor"] == ["Same loss?", "Flatter?"]
+    assert "More robust at 4 bits?" in found["channel"]
+
+
+def test_a_copy_of_the_most_robust_model_is_no_rival():
+    models = {"a": small.gpt2(8), "copy": small.gpt2(8), "b": small.gpt2(8, 1)}
+    for order in (["a", "copy", "b"], ["b", "copy", "a"]):
+        *_, robust, _ = compare({name: models[name] for name in order}, batches(), loss_margin=10.0).answers()
+        named = robust.detail.partition("/token; ")[0]
+        assert "b " in named
+        assert ("a " in named) != ("copy " in named)
 
 
 def test_other_architectures_are_compared_without_a_flattest():
@@ -532,7 +564,7 @@ def test_other_architectures_are_compared_without_a_flattest():
     assert comparison.verdict().reasons == ("parameters",)
     assert comparison.answers()[1].answer == "No verdict: different architectures"
     assert "flattest:" not in str(comparison)
-    assert math.isfinite(comparison.difference("int8_rise", "a", "b").value)
+    assert math.isfinite(comparison.difference("int8-rise", "a", "b").value)
 
 
 def test_models_that_end_texts_otherwise_are_not_paired_where_that_counts():
@@ -590,7 +622,7 @@ def test_documents_that_return_in_turn_are_all_in_the_rises():
     model, ids = small.gpt2(20, 0), torch.randint(0, 20, (256, 6))
     batches = [{"input_ids": ids, "labels": ids, "documents": torch.arange(256) % 8}]
     found = compare({"a": model, "b": small.gpt2(20, 1)}, batches)
-    assert found.models["a"]["int4_rise"].samples == 8
+    assert found.models["a"]["int4-rise"].samples == 8
 
 
 @pytest.mark.parametrize(

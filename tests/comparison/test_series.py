@@ -1,4 +1,4 @@
-"""Series of checkpoints: pairs at one loss against closed forms, jumps and copies, and what the page asks."""
+"""Series of checkpoints: pairs at the same loss against closed forms, jumps and copies, and what the page asks."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import pytest
 from isoloss.checkpoints.places import series_of
 from isoloss.comparison.models import ModelComparison
 from isoloss.comparison.page import comparison_page
-from isoloss.comparison.series import interpolated, jumps, pairs
+from isoloss.comparison.series import interpolated, jumps, pairs, summary
 from isoloss.errors import IsolossError
 from isoloss.statistics.comparison import linear_combination
 from isoloss.statistics.estimate import Estimate
@@ -41,7 +41,7 @@ def model(loss, trace, draw, *, least=None, spread=0.002):
     return {
         "loss": estimate(loss, influences),
         "trace": estimate(trace, 0.1 * DRAWS[draw]),
-        "without_embeddings": estimate(trace / 2, 0.1 * DRAWS[draw]),
+        "without-embeddings": estimate(trace / 2, 0.1 * DRAWS[draw]),
         "minimal-trace": estimate(trace / 2 if least is None else least, 0.05 * DRAWS[draw]),
     }
 
@@ -104,29 +104,41 @@ def test_two_series_are_compared_where_they_have_one_loss():
     found = pairs(comparison, *comparison.series.items(), 0.01)
     # by equivalence; between neighbors, on either side; 3.0 and 0.5 are never extrapolated to
     assert [(pair.first, pair.second) for pair in found] == [
-        ("a steps 10 to 20", "b step 10"),
-        ("a step 20", "b step 20"),
-        ("a step 30", "b steps 20 to 30"),
+        ("a between steps 10 and 20", "b at step 10"),
+        ("a at step 20", "b at step 20"),
+        ("a at step 30", "b between steps 20 and 30"),
     ]
     middle, last = found[1].comparison, found[-1].comparison
-    assert middle.ratio("trace", "b step 20", "a step 20")[0] == pytest.approx(16 / 20)
+    assert middle.ratio("trace", "b", "a")[0] == pytest.approx(16 / 20)
     weight = (1.0 - 2.001) / (0.5 - 2.001)
-    assert last.models["b steps 20 to 30"]["trace"].value == pytest.approx((1 - weight) * 16 + weight * 40)
-    assert [pair.comparison.verdict().flattest for pair in found] == ["b step 10", "b step 20", "b steps 20 to 30"]
+    assert last.models["b"]["trace"].value == pytest.approx((1 - weight) * 16 + weight * 40)
+    assert [pair.comparison.verdict().flattest for pair in found] == ["b", "b", "b"]
     text = str(comparison)
-    assert "At one loss there are 3 pairs. By both traces, a is flatter in 0 and b in 3." in text
+    assert "There are 3 pairs at the same loss. By both traces, a is flatter in none of them and b in 3." in text
+    assert "The pair with the smallest loss is a at step 30 and b between steps 20 and 30, at 1.0" in text
+    assert " nats. b is flatter: its trace is " in text
     (answer,) = comparison.answers()
-    assert (answer.question, answer.holds) == ("b or a: which is flatter at one loss?", True)
+    assert (answer.question, answer.holds) == ("a or b: which is flatter at the same loss?", True)
     assert "compare checkpoints whose losses are nearer" not in text + str(comparison.to_dict())
     page = comparison_page(comparison)
-    assert "At one loss, which is flatter: a or b?" in page
+    assert "At the same loss, which is flatter: a or b?" in page
     assert page.count('class="chart"') == 3
+
+
+def test_series_of_which_neither_is_flatter_are_said_so_in_words():
+    comparison = compared(run("a", [3.0, 2.0], [9.0, 16.0]) | run("b", [3.001, 2.001], [9.01, 16.01]))
+    (_, pair) = comparison.pairs_at_one_loss["b"]
+    text = comparison.texts()[-1]
+    assert text.startswith("There are 2 pairs at the same loss. Neither a nor b is flatter by both traces in any of ")
+    one = summary([pair], "a", "b", "more inputs")
+    assert one.startswith("There is one pair at the same loss: a at step 20 and b at step 20, at 2.0")
+    assert " nats. No verdict on which is flatter. " in one
 
 
 def test_series_whose_losses_never_overlap_have_no_pair():
     comparison = compared(run("a", [3.0, 2.8], [10.0, 20.0]) | run("b", [2.0, 1.8], [9.0, 16.0]))
     assert comparison.pairs_at_one_loss == {"b": []}
-    assert comparison.texts()[-1] == "The losses of a and b never overlap, so they have no pair at one loss."
+    assert comparison.texts()[-1] == "The losses of a and b never overlap, so they have no pair at the same loss."
     assert comparison.answers()[0].answer == "No verdict: the losses never overlap"
 
 
@@ -144,6 +156,8 @@ def test_copies_and_jumps_of_a_series_are_named():
         "checkpoint-60 and checkpoint-70 have identical weights.",
     ]
     assert "How do the measures change over the steps of a?" in comparison_page(comparison)
+    of_run = compared(run("runs/a/checkpoints", [3.0, 2.9, 2.8], [10.0, 11.0, 12.0]))
+    assert of_run.texts()[1].startswith("a, from step 10 to 30: loss falls")
     falling = compared(run("a", [3, 2, 1.7, 1.6, 1.55, 1.53], [9, 10, 11, 12, 13, 14]))
     assert not list(jumps(falling, dict(enumerate(falling.models)), {}))
 
@@ -161,7 +175,7 @@ def test_a_copy_counts_once_at_one_loss_and_a_shared_start_is_a_step_of_both_ser
     b["b/checkpoint-20"] = b["b/checkpoint-10"]
     comparison = compared(a | b)
     comparison.weights["b/checkpoint-20"] = "b/checkpoint-10"
-    assert [pair.first for pair in comparison.pairs_at_one_loss["b"]] == ["a step 20"]
+    assert [pair.first for pair in comparison.pairs_at_one_loss["b"]] == ["a at step 20"]
     course = run("a", [3.0, 2.9, 2.8, 1.5, 1.4], [10.0, 11.0, 12.0, 13.0, 14.0])
     both = compared(course | {name.replace("a/", "b/"): each for name, each in course.items()})
     for name in course:
@@ -180,7 +194,7 @@ def test_small_values_of_a_series_are_in_the_unit_of_their_title():
 
 def test_what_is_not_compared_at_one_loss_is_said():
     models = run("a", [3.0, 2.0], [10.0, 20.0]) | run("b", [2.5, 1.5], [9.0, 16.0])
-    said = "Only traces are compared at one loss; all other measures are at each checkpoint's own loss."
+    said = "Only traces are compared at the same loss; other measures are at each checkpoint's own loss."
     assert said not in compared(models).texts()
     tasks = {
         name: each | {"probe-root": dataclasses.replace(each["loss"], details=PROBE)} for name, each in models.items()

@@ -10,6 +10,7 @@ from transformers.utils import ModelOutput
 
 from isoloss import compare_traces
 from isoloss.comparison.models import ModelComparison
+from isoloss.comparison.page import comparison_page
 from isoloss.comparison.verdict import TraceComparison, verdict
 from isoloss.errors import IsolossError
 from isoloss.flatness._rescaling.apply import rescaled_at_random
@@ -31,7 +32,8 @@ def estimate(value, error, draws, **details):
         method="known",
         influence=influence,
         by_parameter=details.pop("by_parameter", {"w": value}),
-        details={"num_parameters": 7, "embeddings": [], "gauged": [], "infimum": value, "in_sample": value, **details},
+        details={"num_parameters": 7, "embeddings": [], "gauged": [], "infimum": value, "in_sample": value, **details}
+        | {"sequences": N, "clusters": "documents"},
     )
 
 
@@ -41,11 +43,11 @@ def compared(models):
     for name, (trace, least, loss, weights) in models.items():
         seed = 10 * int(weights)
         rest = estimate(trace / 2, 0.1, seed)
-        found[name] = {"trace": estimate(trace, 0.1, seed + 1), "without_embeddings": rest}
+        found[name] = {"trace": estimate(trace, 0.1, seed + 1), "without-embeddings": rest}
         found[name]["loss"] = estimate(loss, 0.001, seed + 3)
         if least is not None:
             found[name]["minimal-trace"] = estimate(least, 0.1, seed + 2)
-            found[name]["minimal_without_embeddings"] = rest
+            found[name]["minimal-without-embeddings"] = rest
     weights = {name: model[-1] for name, model in models.items()}
     return TraceComparison(models=found, weights=weights, architectures=dict.fromkeys(models, ""))
 
@@ -54,8 +56,8 @@ def test_a_model_is_the_flattest_where_both_measures_say_so_at_the_same_loss():
     found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.004, "2"), "c": (7, 5, 2.0, "3")}))
     assert (found.flattest, found.reasons) == ("a", ())
     assert str(found) == (
-        "a is the flattest: its trace is 0.833 times (95 % 0.793 to 0.875) b's and its minimal trace is 0.750 times "
-        "(95 % 0.685 to 0.821) b's, at the same loss as the others within ± 0.01 nats."
+        "a is the flattest: b's trace is 1.20 times (95 % 1.14 to 1.26) a's and its minimal trace is 1.33 times "
+        "(95 % 1.22 to 1.46) a's, at the same loss as the others within ± 0.01 nats."
     )
 
 
@@ -66,6 +68,28 @@ def test_the_answer_on_the_loss_is_about_the_same_models_as_the_verdict():
     assert found.verdict().reasons == ("loss",)
     assert (same_loss.answer, same_loss.holds) == ("No, 0.016 nats apart", False)
     assert same_loss.detail.startswith("c minus b: 0.0160 ± ")
+
+
+@pytest.mark.parametrize(("second", "answer"), [(5, "b, with 0.833 times the trace of a"), (7, "a; b has 1.17 times")])
+def test_of_two_models_every_ratio_is_of_the_second_to_the_first(second, answer):
+    known = compared({"a": (6, 6, 2.0, "1"), "b": (second, second, 2.0, "2")})
+    found = ModelComparison(models=known.models, weights=known.weights, architectures=known.architectures)
+    _, flatter = found.answers()
+    assert flatter.answer.startswith(answer)
+    size = flatter.answer.partition(" times")[0].rpartition(" ")[2]
+    assert flatter.detail.startswith(f"b's trace is {size} times (95 % ")
+    assert f" trace is {size} times (95 % " in str(found.verdict())
+    assert f"× {size}" in comparison_page(found)
+
+
+def test_of_three_models_a_ratio_is_of_the_later_to_the_earlier_as_on_the_page():
+    known = compared({"a": (6, 4, 2.0, "1"), "b": (5, 3, 2.0, "2"), "c": (7, 5, 2.0, "3")})
+    found = ModelComparison(models=known.models, weights=known.weights, architectures=known.architectures)
+    _, flatter = found.answers()
+    assert flatter.answer == "b, with 0.833 times the trace of a"
+    assert flatter.detail.startswith("b's trace is 0.833 times (95 % ")
+    assert str(found.verdict()).startswith("b is the flattest: its trace is 0.833 times (95 % ")
+    assert "× 0.833" in comparison_page(found)
 
 
 def with_more(known, key, of):
@@ -93,7 +117,7 @@ def test_a_model_is_better_at_a_task_only_if_it_is_better_than_every_other():
         each["probe-mine"].details["pooling"] = "mean"
     better = task.answers()[-1]
     assert (better.answer, better.holds) == ("No difference shown, by a probe of the mean over tokens", None)
-    assert "a minus c 3.0 ± 5.0 points" in better.detail
+    assert "c minus a -3.0 ± 5.0 points" in better.detail
 
 
 @pytest.mark.parametrize(
@@ -116,9 +140,10 @@ def test_a_difference_that_is_sure_but_small_gives_no_verdict():
     near, apart = (compared({"a": (5000, 3000, 2.0, "1"), "b": (6000, least, 2.0, "2")}) for least in (3120, 3180))
     assert (verdict(near).flattest, verdict(near).reasons) == (None, ("near",))
     assert (
-        "the smallest minimal trace, 0.962 times (95 % 0.961 to 0.962) b's (probability above 0.999), but the minimal "
-        "traces are apart by less than a factor of 1.05, the smallest that counts. Next: let a smaller ratio count "
-        "(isoloss compare MODEL MODEL --min-ratio RATIO), or ask"
+        "the smaller minimal trace (probability above 0.999); b's trace is 1.20 times (95 % 1.20 to 1.20) a's and its "
+        "minimal trace is 1.04 times (95 % 1.04 to 1.04) a's, but the minimal traces differ by less than a factor "
+        "of 1.05, the smallest that counts. Next: let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio "
+        "RATIO), or ask"
     ) in str(verdict(near))
     assert verdict(near, min_ratio=1.03).flattest == verdict(apart).flattest == "a"
     with pytest.raises(IsolossError, match=r"min_ratio is 0\.9"):
@@ -151,9 +176,9 @@ def test_two_measures_that_disagree_give_no_verdict():
     found = verdict(compared({"a": (5, 4, 2.0, "1"), "b": (6, 3, 2.0, "2")}), names={"a": "A", "b": "B"})
     assert (found.flattest, found.reasons) == (None, ("disagree",))
     assert str(found) == (
-        "No verdict on which is flatter. A has the smallest trace, 0.833 times (95 % 0.793 to 0.875) B's "
-        "(probability above 0.999) and B has the smallest minimal trace, 0.750 times (95 % 0.685 to 0.821) A's "
-        "(probability above 0.999): the scale of the weights decides the order of the traces. "
+        "No verdict on which is flatter. A has the smaller trace (probability above 0.999) and B has the smaller "
+        "minimal trace (probability above 0.999); B's trace is 1.20 times (95 % 1.14 to 1.26) A's and A's minimal "
+        "trace is 1.33 times (95 % 1.22 to 1.46) B's: the scale of the weights decides the order of the traces. "
         "Next: ask which is better at a task (isoloss compare MODEL MODEL --task TASK)."
     )
     # with a task, that step is behind them
@@ -186,8 +211,8 @@ def test_losses_that_may_be_the_same_take_more_inputs_and_no_other_checkpoints()
 def test_a_small_difference_leaves_it_open():
     found = verdict(compared({"a": (5, 3, 2.0, "1"), "b": (6, 3.1, 2.0, "2")}), more="more luck")
     assert (found.flattest, found.reasons) == (None, ("open",))
-    assert "a has the smallest trace, 0.833 times (95 % 0.793 to 0.875) b's (probability above 0.999)" in str(found)
-    assert "it takes more luck to tell. Next: take more luck, or ask which is better at a task" in str(found)
+    assert "a has the smaller trace (probability above 0.999) and the smaller minimal trace (probability" in str(found)
+    assert "The errors are too large to tell. Next: take more luck, or ask which is better at a task" in str(found)
 
 
 def test_one_measure_alone_gives_no_verdict():

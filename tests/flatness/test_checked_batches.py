@@ -58,7 +58,7 @@ def measured(batch):
     return (
         fisher_trace(bert(), [batch], rescaling="minimal").value,
         fisher_trace(gpt2(), [batch], num_sequences=4, auxiliary_sample=pool).value,
-        loss_rises(gpt2(), [batch])["int8_rise"].value,
+        loss_rises(gpt2(), [batch])["int8-rise"].value,
     )
 
 

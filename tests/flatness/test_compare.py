@@ -233,7 +233,7 @@ def test_the_ranking_starts_with_the_flattest():
     assert found.difference("trace", "flat", "sharp").value < 0 < found.difference("trace", "sharp", "flat").value
     with pytest.raises(IsolossError, match="there is no model round; the models are sharp, flat"):
         found.difference("trace", "flat", "round")
-    with pytest.raises(IsolossError, match="no estimate kl; the estimates are trace, without_embeddings, loss"):
+    with pytest.raises(IsolossError, match="no estimate kl; the estimates are trace, without-embeddings, loss"):
         found.ratio("kl", "flat", "sharp")
 
 

@@ -194,11 +194,11 @@ def test_models_are_compared_by_it():
     )
     models = {"a": model, "rescaled": randomly(model, seed=2), "other": other}
     comparison = compare_traces(models, batches_of(model), minimal=True)
-    least, rest = (comparison.models["a"][name] for name in ("minimal-trace", "minimal_without_embeddings"))
+    least, rest = (comparison.models["a"][name] for name in ("minimal-trace", "minimal-without-embeddings"))
     same = comparison.difference("minimal-trace", "a", "rescaled")
     assert abs(same.value) < 1e-5 * least.value
     assert same.stderr < 1e-4 * least.stderr
-    assert abs(comparison.difference("minimal_without_embeddings", "a", "rescaled").value) < 1e-5 * rest.value
+    assert abs(comparison.difference("minimal-without-embeddings", "a", "rescaled").value) < 1e-5 * rest.value
     a, b = (fisher_trace(each, batches_of(model), rescaling="minimal") for each in (model, other))
     others = comparison.difference("minimal-trace", "a", "other")
     assert others.value == pytest.approx(a.value - b.value)

@@ -87,10 +87,10 @@ def test_a_comparison_pairs_what_is_left_without_embeddings():
         others = {name: value for name, value in named.items() if name not in embeddings(model, named)}
         measured.append(fisher_trace(model, inputs, causal=False, parameters=others))
     a, b = measured
-    assert [part.value for part in found.of("without_embeddings").values()] == pytest.approx(
+    assert [part.value for part in found.of("without-embeddings").values()] == pytest.approx(
         [a.value, b.value], rel=1e-9
     )
-    pair = found.difference("without_embeddings", "a", "b")
+    pair = found.difference("without-embeddings", "a", "b")
     n = a.samples
     expected = float(((a.influence - b.influence) ** 2).sum() / (n * (n - 1))) ** 0.5
     assert (pair.value, pair.stderr) == pytest.approx((a.value - b.value, expected), rel=1e-8)

@@ -227,7 +227,7 @@ def test_a_module_may_need_the_logits_of_all_positions(shape_of):
         for each in (shape_of, None)
     )
     assert rises == pytest.approx(expected, rel=1e-9)
-    assert abs(expected["noise_10%_rise"]) > 1e-6
+    assert abs(expected["noise-rise"]) > 1e-6
 
 
 def test_the_output_layer_of_a_module_that_does_not_name_it_is_rounded_unless_it_is_an_embedding():
@@ -337,7 +337,7 @@ def test_of_packed_text_the_error_is_the_larger_one_of_sequences_and_blocks():
     for seed in range(4):
         # neighbors share tokens, as pieces of one text do
         ids = (torch.arange(64)[:, None] // 8 + torch.randint(5, (64, 8), generator=generator(seed, "ids"))) % VOCAB
-        found = loss_rises(model, [{"input_ids": ids, "labels": ids}], {"int8": rounding})["int8_loss"]
+        found = loss_rises(model, [{"input_ids": ids, "labels": ids}], {"int8": rounding})["int8-loss"]
         assert found.details["clusters"].startswith("blocks")
         with torch.no_grad():
             nats = [7 * float(rounded(row[None], labels=row[None]).loss) for row in ids]

@@ -215,7 +215,7 @@ def test_a_dose_that_missed_the_target_is_named_beside_the_figure(results):
     missed = "; of 10 runs of each arm, a KL more than 10 % above the target have 10 of Penalty +0.004. Thin: "
     assert missed in figure.caption
     figure, _ = page.parts(results).figures
-    assert "not adjusted to one loss. Thin: the penalty's arms of each of 5 grammars." in figure.caption
+    assert "not adjusted to the same loss. Thin: the penalty's arms of each of 5 grammars." in figure.caption
 
 
 def test_one_complete_grammar_has_no_figure_and_no_table(results):

@@ -198,15 +198,13 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     few = {name: values[:16] for name, values in columns.items()}
     first, *_ = associate(few, **pairs)
     assert first.detectable == 1
-    advice = (
-        "with 2 pairs of measures and outcomes, 4 seeds cannot show any: test fewer pairs, or take at least 5 seeds."
-    )
+    advice = "4 seeds are too few to test 2 pairs of measures and outcomes: test fewer pairs, or take at least 5 seeds."
     assert first.sentence().endswith(f"after Holm; {advice}")
     assert not first.shown
     one = dataclasses.replace(first, pairs=1, clusters=3).sentence()
     many = dataclasses.replace(first, pairs=500).sentence()
-    assert one.endswith("with 1 pair of measures and outcomes, 3 seeds cannot show any: take at least 4 seeds.")
-    assert many.endswith("with 500 pairs of measures and outcomes, 4 seeds cannot show any: test fewer pairs.")
+    assert one.endswith("3 seeds are too few to test 1 pair of measures and outcomes: take at least 4 seeds.")
+    assert many.endswith("4 seeds are too few to test 500 pairs of measures and outcomes: test fewer pairs.")
 
 
 def test_what_an_interval_with_0_holds_is_not_shown():

@@ -37,11 +37,11 @@ def test_the_page_of_complete_blocks_has_no_verdicts_and_the_last_is_as_if_it_ha
     where = ("--folder", partly)
     document = json.loads(call(capsys, "report", file, *where, "--partial", "--json"))
     assert (document["blocks_done"], document["blocks"], document["claims"]) == (2, 3, [])
-    assert "Partial: 2 of 3 blocks are done. Verdicts follow when all are." in call(
+    assert "Partial: 2 of 3 blocks are done. Verdicts follow when all are done." in call(
         capsys, "report", file, *where, "--partial"
     )
     text = text_of(partly)
-    assert "Partial: 2 of 3 blocks (grammars) are done. Verdicts follow when all are." in text
+    assert "Partial: 2 of 3 blocks (grammars) are done. Verdicts follow when all are done." in text
     assert "plain-2" in text
     assert 'href="#top"' not in text  # there is no answer yet
     assert not any(each in text for each in ("plain-3", "Dropout makes a model flatter", 'class="card'))

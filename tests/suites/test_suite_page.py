@@ -64,7 +64,7 @@ def test_what_is_shown_comes_first_and_every_pair_is_in_the_matrix(document, tab
     (tone, label, value), (last, not_shown, rest) = cards
     assert (tone, label, last, not_shown) == ("good", "int4-rise", "unclear", "Not shown")
     assert "minimal-trace predicts it" in value
-    assert "3 of 4 pairs" in rest
+    assert rest.endswith("No correlation shown in 3 of 4 pairs of measure and outcome")
     found = {(each.measure, each.outcome): each for each in answers(table)}
     assert [key for key, each in found.items() if each.shown] == [("minimal-trace", "int4-rise")]
     assert "<p>minimal-trace: " in document  # in words
@@ -131,7 +131,7 @@ def test_pairs_that_are_not_known_are_told_once_for_each_reason():
     unknown = [Association(measure="trace", outcome=each, problem="too few", **about) for each in outcomes]
     others = [Association(measure="rank", outcome=each, pearson=known, p_adjusted=0.5, **about) for each in outcomes]
     assert list(_sentences(unknown)) == [
-        "At one loss, nothing is known about 12 of 12 pairs, such as trace and outcome 0: too few."
+        "At the same loss, nothing is known about 12 of 12 pairs, such as trace and outcome 0: too few."
     ]
     assert list(_sentences(unknown[:1])) == [unknown[0].sentence()]
     *strongest, left, nothing = _sentences([*unknown, *others])
@@ -139,5 +139,5 @@ def test_pairs_that_are_not_known_are_told_once_for_each_reason():
     assert left == "4 more pairs are not shown, with weaker correlations: they are on the page."
     assert "12 of 24 pairs" in nothing
     document = suite_page(suite(seeds=2, steps=3, measures=1), unknown)
-    assert "Not known" in document
+    assert "No correlation known in 12 of 12 pairs" in document
     assert "Measures by outcomes" not in document

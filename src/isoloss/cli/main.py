@@ -33,7 +33,7 @@ SUBCOMMANDS = {
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
     "show": "what is in a run directory",
     "study": "new, plan, run, work, status, report, verify, export or compare: a whole study",
-    "suite": "many checkpoints: which measure predicts which outcome at one loss?",
+    "suite": "many checkpoints: which measure predicts which outcome at the same loss?",
     "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow, brackets",
     "doctor": "what this machine has: versions, devices, threads",
 }

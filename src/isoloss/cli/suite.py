@@ -1,4 +1,4 @@
-"""`isoloss suite`: many checkpoints measured in the same way; which measure predicts which outcome at one loss?"""
+"""`isoloss suite`: many checkpoints measured in the same way; which measure predicts which outcome at the same loss?"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _IN_CONFIG = ("measures", "outcomes", "cluster", "along", "levels", "loss_margin
 
 @dataclass(frozen=True)
 class Args:
-    """Measure many checkpoints in the same way: which measure predicts which outcome at one loss?
+    """Measure many checkpoints in the same way: which measure predicts which outcome at the same loss?
 
     Writes one table and one page. The same command resumes. If a checkpoint cannot be loaded or a measure does not
     apply, its cells are empty, with the reason, and everything else is still measured.
@@ -252,7 +252,7 @@ def _sentences(answers: Sequence[Association]) -> Iterator[str]:
     for problem in dict.fromkeys(each.problem for each in answers if each.problem):
         first, *more = [each for each in answers if each.problem == problem]
         many = f"{1 + len(more)} of {len(answers)} pairs, such as {first.measure} and {first.outcome}"
-        yield f"At one loss, nothing is known about {many}: {problem}." if more else first.sentence()
+        yield f"At the same loss, nothing is known about {many}: {problem}." if more else first.sentence()
 
 
 def _plan(folder: SuiteFolder, args: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from isoloss.comparison.verdict import (
     Verdict,
     copies_in_words,
     in_digits,
+    is_rounding,
     times_in_words,
     verdict,
 )
@@ -35,15 +36,15 @@ from isoloss.statistics.tables import short_names, text_table
 # what the tables call an estimate; those that are not here are shown under their own names or not at all
 TITLES = {
     "loss": "loss",
-    "bits_per_byte": "loss, bits per byte",
+    "bits-per-byte": "loss, bits per byte",
     "trace": "trace",
     "minimal-trace": "minimal trace",
-    "without_embeddings": "trace without embeddings",
-    "int8_rise": "rise with 8-bit weights",
-    "int8_loss": "loss with 8-bit weights",
-    "int4_rise": "rise with 4-bit weights",
-    "int4_loss": "loss with 4-bit weights",
-    "noise_10%_rise": "rise with 10 % noise",
+    "without-embeddings": "trace without embeddings",
+    "int8-rise": "rise with 8-bit weights",
+    "int8-loss": "loss with 8-bit weights",
+    "int4-rise": "rise with 4-bit weights",
+    "int4-loss": "loss with 4-bit weights",
+    "noise-rise": "rise with 10 % noise",
 }
 PROBE = "probe-"  # before the name of a task
 _LEAST_ROUNDED = 0.9  # of the weights of linear maps; with fewer, the rise says little about the model at few bits
@@ -54,9 +55,9 @@ _STATES = {
     "mean": "the mean over tokens",
     "concatenate": "all tokens",
 }
-_ROBUST = {"int4_rise": "More robust at 4 bits?", "noise_10%_rise": "More robust to noise?"}
+_ROBUST = {"int4-rise": "More robust at 4 bits?", "noise-rise": "More robust to noise?"}
 _MILLI = 1e-3  # nats, below which values are shown in thousandths
-_BRIEF = ("loss", "trace", "minimal-trace", "int4_rise", "noise_10%_rise")
+_BRIEF = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +106,11 @@ class ModelComparison(TraceComparison):
         own = {name: name for name in self.names if name.partition(",")[0] in self.measures}
         titles = TITLES | own | {name: f"accuracy on {task}, %" for name, task in self.tasks.items()}
         if not any(each.details["embeddings"] for each in self.of("trace").values()):
-            del titles["without_embeddings"]  # it is the trace
+            del titles["without-embeddings"]  # it is the trace
         if self._part:
             # beside the loss of all sequences
             of = f", {self._part:,} sequences"
-            titles |= {name: title + of for name, title in titles.items() if name.endswith("_loss")}
+            titles |= {name: title + of for name, title in titles.items() if name.endswith("-loss")}
         shown = {name: title for name, title in titles.items() if name in self.names}
         return {name: title + ", millinats" * (self._scale(name) > 1) for name, title in shown.items()}
 
@@ -117,7 +118,7 @@ class ModelComparison(TraceComparison):
     def _part(self) -> int:
         """How many sequences the weights are changed on; 0: all, or none."""
         first = next(iter(self.models.values()))
-        sequences: int = first["int4_rise"].details["sequences"] if "int4_rise" in first else 0
+        sequences: int = first["int4-rise"].details["sequences"] if "int4-rise" in first else 0
         return sequences if sequences < first["trace"].details["sequences"] else 0
 
     def _scale(self, name: str) -> float:
@@ -150,8 +151,10 @@ class ModelComparison(TraceComparison):
     def series(self) -> dict[str, Series]:
         """The models by series and step, if there are more than two and their names have steps."""
         found = series_of(self.models)
-        short = short_names(list(found)) if found else {}
-        return {short[key]: series for key, series in found.items()}
+        # a run's folder of checkpoints is called by the run
+        runs = [run if (run := key.removesuffix("/checkpoints")) not in found else key for key in found]
+        short = short_names(runs) if found else {}
+        return {short[run]: series for run, series in zip(runs, found.values(), strict=True)}
 
     @functools.cached_property
     def pairs_at_one_loss(self) -> dict[str, list[Pair]]:
@@ -183,9 +186,17 @@ class ModelComparison(TraceComparison):
             return []
         if self.series:
             return self._of_series()
-        answers = [self._same_loss(), self._flatter()]
-        answers += [self._more_robust(name, question) for name, question in _ROBUST.items() if name in self.names]
-        for name, task in self.tasks.items():
+        if self.verdict().reasons == ("weights",):
+            return [Answer(question="Same model?", answer="Yes, the weights are identical", detail="", holds=True)]
+        answers, (first, *others) = [self._same_loss(), self._flatter()], self.models
+        for name in (name for name in (*_ROBUST, *self.tasks) if name in self.names):
+            # a rescaled copy may lose more or less at 4 bits than the original
+            if all(self._is_copy(name, first, other) for other in others):
+                continue
+            if name in _ROBUST:
+                answers.append(self._more_robust(name, _ROBUST[name]))
+                continue
+            task = self.tasks[name]
             best = self._best(name, f"Better at {task}?", largest=True)
             answers.append(dataclasses.replace(best, answer=f"{best.answer}, by a probe of {self._states(name)}"))
         return answers
@@ -204,20 +215,18 @@ class ModelComparison(TraceComparison):
                 last = found[-1]
                 judged, of_two = last.comparison.verdict(), times_in_words(*last.comparison.ratio("trace", *last.names))
                 flattest = judged.flattest
-                answer = (
-                    f"{flattest}, at {number(last.loss)} nats"
-                    if flattest
-                    else f"No verdict: {REASONS[judged.reasons[0]]}"
-                )
-                detail = f"trace of {last.second} {of_two} {last.first}'s; {len(found)} pairs"
-            question = f"{other} or {first}: which is flatter at one loss?"
+                at = f"at {number(last.loss)} nats"
+                answer = f"{flattest}, {at}" if flattest else f"No verdict {at}: {REASONS[judged.reasons[0]]}"
+                detail = f"{other}'s trace is {of_two} {first}'s ({last.first}, {last.second})"
+                detail += f"; the smallest loss of {len(found)} pairs" * (len(found) > 1)
+            question = f"{first} or {other}: which is flatter at the same loss?"
             answers.append(Answer(question=question, answer=answer, detail=detail, holds=True if flattest else None))
         return answers
 
     @property
     def along(self) -> dict[str, str]:
         """The titles of the measures that are shown along the steps of a series."""
-        shown = [name for name in ("loss", *self.traces, "int4_loss", *self.tasks) if name in self.paired]
+        shown = [name for name in ("loss", *self.traces, "int4-loss", *self.tasks) if name in self.paired]
         return {name: self.titles[name] for name in shown}
 
     def _moves(self, series: Series, name: str) -> tuple[str, str]:
@@ -249,9 +258,9 @@ class ModelComparison(TraceComparison):
             if found:
                 texts.append(summary(found, first, other, more))
                 continue
-            texts.append(f"The losses of {first} and {other} never overlap, so they have no pair at one loss.")
+            texts.append(f"The losses of {first} and {other} never overlap, so they have no pair at the same loss.")
         if any(self.pairs_at_one_loss.values()) and len(self.titles) > len(self.traces) + 1:
-            texts.append("Only traces are compared at one loss; all other measures are at each checkpoint's own loss.")
+            texts.append("Only traces are compared at the same loss; other measures are at each checkpoint's own loss.")
         return texts
 
     def _states(self, task: str) -> str:
@@ -277,21 +286,24 @@ class ModelComparison(TraceComparison):
         found, names = self.verdict(), self.short
         parts = []
         for trace in self.traces:
-            one, other, *_ = self._ordered(self.ranking(trace))
-            ratio, (low, high) = self.ratio(trace, one, other)
-            beside = f"{names[other]}'s" if len(self.models) == 2 else "the next one"
-            ends = f"95 % {in_digits(low)} to {in_digits(high)}"
-            parts.append(f"{TITLES[trace]} of {names[one]} {in_digits(ratio)} times {beside}, {ends}")
+            best, rival, *_ = self.ranking(trace)
+            one, other = self.ordered(best, rival)
+            ratio = times_in_words(*self.ratio(trace, one, other))
+            parts.append(f"{names[one]}'s {TITLES[trace]} is {ratio} {names[other]}'s")
         if found.flattest is not None:
             rival = next(model for model in self.ranking("trace") if model != found.flattest)
-            ratio, _ = self.ratio("trace", found.flattest, rival)
-            answer = f"{names[found.flattest]}, {in_digits(ratio)} times the trace of {names[rival]}"
+            one, other = self.ordered(found.flattest, rival)
+            ratio = in_digits(self.ratio("trace", one, other)[0])
+            beside = f"; {names[one]} has {ratio} times its trace"
+            if one == found.flattest:
+                beside = f", with {ratio} times the trace of {names[other]}"
+            answer = names[found.flattest] + beside
             return Answer(question="Flatter?", answer=answer, detail="; ".join(parts), holds=True)
         reason = REASONS[found.reasons[0]]
         return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
 
     def _more_robust(self, name: str, question: str) -> Answer:
-        is_rounded = name == "int4_rise"
+        is_rounded = name == "int4-rise"
         shares = {name: n / total for name, (n, total) in self._rounded().items()} if is_rounded else {"": 1.0}
         least = min(shares, key=shares.__getitem__)
         if shares[least] < _LEAST_ROUNDED:
@@ -305,23 +317,24 @@ class ModelComparison(TraceComparison):
         # a smaller rise is no advantage at a larger loss
         reason = "the losses differ" if same is False else "the losses are not shown to be the same"
         answer, detail = f"Not judged: {reason}", f"rises of the loss: {best.detail}"
-        if is_rounded:
-            found = self.of("int4_loss")
-            losses = [f"{self.short[model]} {number(found[model])}" for model in self._ordered(list(found))]
+        if is_rounded and "int4-loss" in self.names:
+            found = self.of("int4-loss")
+            losses = [f"{self.short[model]} {number(loss)}" for model, loss in found.items()]
             detail = f"losses with 4-bit weights: {', '.join(losses)}; rises: {best.detail}"
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
 
     def _rounded(self) -> dict[str, tuple[int, int]]:
         """Return for each model how many weights of its linear maps are rounded, and how many there are."""
-        details = {model: rise.details for model, rise in self.of("int4_rise").items()}
+        details = {model: rise.details for model, rise in self.of("int4-rise").items()}
         return {model: (about["rounded_weights"], about["map_weights"]) for model, about in details.items()}
 
     def _best(self, name: str, question: str, *, largest: bool) -> Answer:
         names, ranked = self.short, self.ranking(name)
         best, *others = reversed(ranked) if largest else ranked
         # the one that it is least certain to be better than, which need not be the next
-        other = max(others, key=lambda other: p_value(self.difference(name, best, other)))
-        first, second = self._ordered((best, other))
+        rivals = [other for other in others if not self._is_copy(name, best, other)] or others
+        other = max(rivals, key=lambda other: p_value(self.difference(name, best, other)))
+        first, second = self.ordered(best, other)
         difference = self.shown(name, self.difference(name, first, second))
         low, high = difference.ci95
         nats = f"{'millinats' if self._scale(name) > 1 else 'nats'}/token"
@@ -341,6 +354,10 @@ class ModelComparison(TraceComparison):
             return Answer(question=question, answer=answer, detail=detail, holds=True)
         return Answer(question=question, answer="No difference shown", detail=detail, holds=None)
 
+    def _is_copy(self, name: str, one: str, other: str) -> bool:
+        """Whether two models are one function with the same estimate of this name."""
+        return self.originals[one] == self.originals[other] and is_rounding(self.difference(name, one, other))
+
     def _correct(self, task: str, model: str) -> NDArray[np.bool_]:
         """Return (n,) bool: which test examples the probe of a model classifies correctly."""
         accuracy = self.models[model][task]
@@ -348,9 +365,11 @@ class ModelComparison(TraceComparison):
         # the influence of an example on a mean is its value minus the mean
         return accuracy.value + accuracy.influence > 0.5
 
-    def _ordered(self, ranked: Sequence[str]) -> Sequence[str]:
-        """Return the models of a difference, the first one minus the second: of two, as in the table."""
-        return list(self.models)[::-1] if len(self.models) == 2 else ranked
+    def ordered(self, best: str, rival: str) -> tuple[str, str]:
+        """Return the models of a difference, the first one minus the second: as in the table, in the order given."""
+        order = list(self.models)
+        one, other = sorted((best, rival), key=order.index, reverse=True)
+        return one, other
 
     def __repr__(self) -> str:
         return f"ModelComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
@@ -378,17 +397,17 @@ class ModelComparison(TraceComparison):
         notes = [
             f"In nats per predicted token unless a unit is named; ± is the standard error over {samples_of(trace)}"
         ]
-        if "int4_rise" in self.names:
-            rise, noisy = (next(iter(self.of(name).values())) for name in ("int4_rise", "noise_10%_rise"))
-            if self._part:
-                clusters = "" if rise.details["clusters"] == "sequences" else f"{samples_of(rise)} in "
-                notes.append(
-                    f"Rises, and losses with rounded weights, are over {clusters}{self._part:,} of the sequences"
-                )
+        if self._part:
+            rise = next(iter(self.of("int4-rise").values()))
+            clusters = "" if rise.details["clusters"] == "sequences" else f"{samples_of(rise)} in "
+            notes.append(f"Rises, and losses with rounded weights, are over {clusters}{self._part:,} of the sequences")
+        if "noise-rise" in self.names:
+            noisy = next(iter(self.of("noise-rise").values()))
             notes.append(
                 f"Errors with noise are over {samples_of(noisy)} and {noisy.details['draws']} draws, each added and "
                 "subtracted"
             )
+        if "int4-rise" in self.names:
             counts = {f"{n:,} of {of:,} weights of linear maps": model for model, (n, of) in self._rounded().items()}
             beside = len(counts) > 1
             notes.append(

@@ -14,7 +14,7 @@ from isoloss.report.html import Card, IntervalRow, Section, Tone, interval_rows,
 from isoloss.statistics.estimate import interval, number
 
 _TONES: dict[bool | None, Tone] = {True: "good", False: "bad", None: "unclear"}
-_RATIOS = ("trace", "minimal-trace", "without_embeddings")  # whose differences are read as ratios
+_RATIOS = ("trace", "minimal-trace", "without-embeddings")  # whose differences are read as ratios
 
 _LEDE = (
     "Flatness is the trace of the Fisher information, the curvature of the loss summed over all weights: smaller is "
@@ -24,9 +24,9 @@ _LEDE = (
 _READING = (
     "Every difference is paired: all models read the same inputs, with the same random probes and the same noise, so "
     "the error that they share cancels. Intervals have 95 % confidence.\n"
-    "A model is called the flattest only if its trace and its minimal trace are both the smallest, the models have one "
-    "architecture, and their losses are shown to be the same. The trace alone is not enough: rescaling the weights can "
-    "change it without changing a prediction.\n"
+    "A model is called the flattest only if its trace and its minimal trace are both the smallest, the models have the "
+    "same architecture, and their losses are shown to be the same. The trace alone is not enough: rescaling the "
+    "weights can change it without changing a prediction.\n"
     "A rise is how far the loss grows when the weights change. With 8 bits, the weights of linear layers are "
     "rounded to the nearest of 255 values per output; with 4 bits, to the nearest of 15 values per group of 128 "
     "weights; both without calibration. With noise, Gaussian noise of 10 % of each tensor's root mean square "
@@ -53,7 +53,7 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
         return _series_page(comparison, cards, command, more)
     names = comparison.short
     first, *others = names.values()
-    title = f"Which of {len(names)} models is flatter?"
+    title = f"Which of {len(names)} models is the flattest?"
     if len(others) < 2:
         title = f"Which is flatter: {first} or {others[0]}?" if others else f"How flat is {first}?"
     header, rows, left = comparison.table()
@@ -79,7 +79,7 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
 
 
 def _series_page(comparison: ModelComparison, cards: list[Card], command: str, more: str) -> str:
-    """Return the page of series: a chart for each measure over the steps, and of several series at one loss."""
+    """Return the page of series: a chart for each measure over the steps, and of several series at the same loss."""
     # with polars and the scripts of charts, which the page of two does without
     import polars as pl
 
@@ -91,7 +91,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
     first, *others = comparison.series
     title = f"How do the measures change over the steps of {first}?"
     if others:
-        title = f"At one loss, which is flatter: {' or '.join(comparison.series)}?"
+        title = f"At the same loss, which is flatter: {' or '.join(comparison.series)}?"
     columns = [data.column_of(name, "nats per token") for name in comparison.along]
     shown = [dataclasses.replace(c, title=TITLES.get(c.name, c.title).capitalize()) for c in columns]
     sizes = {model: trace.details["num_parameters"] for model, trace in comparison.of("trace").items()}
@@ -114,7 +114,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
         for other, found in comparison.pairs_at_one_loss.items():
             for pair in found:
                 ratio, (low, high) = pair.comparison.ratio(column.name, *pair.names)
-                text = f"{pair.second}: {times_in_words(ratio, (low, high))} {pair.first}'s"
+                text = f"{times_in_words(ratio, (low, high))} {first}'s ({pair.first}, {pair.second})"
                 at = f"{number(pair.loss).partition(' ')[0]} nats"
                 drawn.append(Interval(row=at, series=other, value=ratio, low=low, high=high, text=text))
         title_of = f"{column.title}, ratio to {first}"
@@ -124,7 +124,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
             "A row for each loss that both series reach; a series without a checkpoint at this loss is interpolated."
         )
         losses = list(dict.fromkeys(each.row for each in panels[0].intervals))
-        charts["pairs", "At one loss", at_one] = intervals(panels, losses, note=BARS)
+        charts["pairs", "At the same loss", at_one] = intervals(panels, losses, note=BARS)
     if others:
         axes = [(shown[0], column) for column in shown if column.name in comparison.traces]
         charts["loss", "Against the loss", "Each line joins the checkpoints of a series."] = scatter(frame, axes)

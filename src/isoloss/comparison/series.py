@@ -1,4 +1,4 @@
-"""Series of checkpoints: how measures change over the steps, and two series at one loss.
+"""Series of checkpoints: how measures change over the steps, and two series at the same loss.
 
 A series is a mapping from step to model: the checkpoints of one training run, or of another folder or hub name with
 steps in its names (`isoloss.checkpoints.places.series_of`).
@@ -28,7 +28,8 @@ class Pair:
         first: The checkpoint or steps of the first series, in words.
         second: The same for the second series.
         loss: The loss at which they are compared.
-        comparison: The comparison of both; one is interpolated if its series has no checkpoint at this loss.
+        comparison: The comparison of both, by the names of their series; one is interpolated if its series has no
+            checkpoint at this loss.
     """
 
     first: str
@@ -38,8 +39,9 @@ class Pair:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The second and the first: differences are second minus first, ratios second over first."""
-        return self.second, self.first
+        """The second series and the first: differences are second minus first, ratios second over first."""
+        first, second = self.comparison.models
+        return second, first
 
 
 def interpolated(lower: Mapping[str, Estimate], upper: Mapping[str, Estimate], loss: Estimate) -> dict[str, Estimate]:
@@ -71,7 +73,7 @@ def interpolated(lower: Mapping[str, Estimate], upper: Mapping[str, Estimate], l
 def pairs(
     comparison: TraceComparison, first: tuple[str, Series], second: tuple[str, Series], margin: float
 ) -> list[Pair]:
-    """Return pairs of two series, each with its name, at one loss, from the largest loss to the smallest.
+    """Return pairs of two series, each with its name, at the same loss, from the largest loss to the smallest.
 
     A checkpoint is paired with the checkpoint of the other series with the nearest loss, if both losses are shown to be
     the same within the margin. Otherwise the other series is interpolated between its last two neighbors whose losses
@@ -84,14 +86,14 @@ def pairs(
         for step, model in series.items():
             if model in paired:
                 continue
-            mine = f"{name} step {step:,}" if len(series) > 1 else name
+            mine = f"{name} at step {step:,}" if len(series) > 1 else name
             loss = comparison.models[model]["loss"]
             near = {other: comparison.difference("loss", other, model) for other in others.values()}
             same = [other for other, each in near.items() if equivalence(each, margin).shown]
             if same:
                 partner = min(same, key=lambda other: abs(near[other].value))
                 at = next(step for step, other in others.items() if other == partner)
-                theirs = f"{other_name} step {at:,}" if len(others) > 1 else other_name
+                theirs = f"{other_name} at step {at:,}" if len(others) > 1 else other_name
                 estimates = dict(comparison.models[partner])
                 paired.add(partner)
             else:
@@ -99,13 +101,15 @@ def pairs(
                 if enclosing is None:
                     continue
                 partner = others[enclosing[0]]
-                theirs = f"{other_name} steps {enclosing[0]:,} to {enclosing[1]:,}"
+                theirs = f"{other_name} between steps {enclosing[0]:,} and {enclosing[1]:,}"
                 lower, upper = (comparison.models[others[at]] for at in enclosing)
                 estimates = interpolated(lower, upper, loss)
-            two = {theirs: (partner, estimates), mine: (model, dict(comparison.models[model]))}
+            two = {other_name: (partner, estimates), name: (model, dict(comparison.models[model]))}
+            words = (theirs, mine)
             if name == first[0]:
-                two = dict(reversed(two.items()))
-            found.append(_pair(comparison, two, loss, () if same else (theirs,)))
+                two, words = dict(reversed(two.items())), (mine, theirs)
+            of_two = _of_two(comparison, two, () if same else (other_name,))
+            found.append(Pair(first=words[0], second=words[1], loss=loss, comparison=of_two))
     return sorted(found, key=lambda pair: -pair.loss.value)
 
 
@@ -118,16 +122,12 @@ def _enclosing(comparison: TraceComparison, series: Series, loss: float) -> tupl
     return None
 
 
-def _pair(
-    comparison: TraceComparison,
-    two: Mapping[str, tuple[str, Mapping[str, Estimate]]],
-    loss: Estimate,
-    made: tuple[str, ...],
-) -> Pair:
-    first, second = two
+def _of_two(
+    comparison: TraceComparison, two: Mapping[str, tuple[str, Mapping[str, Estimate]]], made: tuple[str, ...]
+) -> TraceComparison:
     shown = ("loss", *comparison.traces)
     models = {name: {each: estimates[each] for each in shown} for name, (_, estimates) in two.items()}
-    of_two = dataclasses.replace(
+    return dataclasses.replace(
         comparison,
         models=models,
         # the weights of an interpolated model are nobody's, and its neighbors have one architecture
@@ -135,7 +135,6 @@ def _pair(
         architectures={name: comparison.architectures[model] for name, (model, _) in two.items()},
         interpolated=made,
     )
-    return Pair(first=first, second=second, loss=loss, comparison=of_two)
 
 
 def without_copies(comparison: TraceComparison, series: Series) -> Series:
@@ -166,13 +165,14 @@ def jumps(comparison: TraceComparison, series: Series, names: Mapping[str, str])
 
 
 def summary(found: list[Pair], first: str, second: str, more: str) -> str:
-    """Return a summary of pairs at one loss: how often each series is flatter, and the verdict on the last pair."""
+    """Return a summary of pairs at the same loss: how often each series is flatter, and the verdict on the last one."""
     flattest = [pair.comparison.verdict().flattest for pair in found]
-    wins = {first: sum(map([pair.first for pair in found].__contains__, flattest))}
-    wins[second] = sum(each is not None for each in flattest) - wins[first]
     last = found[-1]
-    return (
-        f"At one loss there {'are' if len(found) > 1 else 'is'} {len(found)} pair{'s' * (len(found) > 1)}. By both "
-        f"traces, {first} is flatter in {wins[first]} and {second} in {wins[second]}. At the smallest loss, "
-        f"{number(last.loss)} nats: {last.comparison.verdict(more=more)}"
-    )
+    pair = f"{last.first} and {last.second}, at {number(last.loss)} nats. {last.comparison.verdict(more=more)}"
+    if len(found) == 1:
+        return f"There is one pair at the same loss: {pair}"
+    counted = f"Neither {first} nor {second} is flatter by both traces in any of them."
+    if any(flattest):
+        one, other = (flattest.count(name) or "none" for name in (first, second))
+        counted = f"By both traces, {first} is flatter in {one} of them and {second} in {other}."
+    return f"There are {len(found)} pairs at the same loss. {counted} The pair with the smallest loss is {pair}"

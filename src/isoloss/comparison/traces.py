@@ -44,7 +44,7 @@ from isoloss.text.clusters import Blocks
 Model = nn.Module | Callable[[], nn.Module]
 
 _SMALLEST = 1e-18  # square root of a probability that is taken for exact
-_MINIMAL = ("minimal-trace", "minimal_without_embeddings")
+_MINIMAL = ("minimal-trace", "minimal-without-embeddings")
 
 
 class Incomplete(BaseException):
@@ -312,13 +312,13 @@ class _Shared:
             result = measurement.result()
             # 3. the loss over the same blocks as the trace, so that influences of the two belong to the same samples
             loss = source.loss(measurement.blocks(), trace.num_predictions)
-            estimates = {"trace": trace, "without_embeddings": _without_embeddings(trace, result.part), "loss": loss}
+            estimates = {"trace": trace, "without-embeddings": _without_embeddings(trace, result.part), "loss": loss}
         if minimizing is not None:
             with self._optional(), naming(name):
                 least = minimizing.finish(trace, measurement.columns())
                 least = _above_zero(minimizing.checked(least, next(iter(self.batches))))
                 rest = _without_embeddings(least, minimizing.without_embeddings)
-                estimates |= {"minimal-trace": least, "minimal_without_embeddings": rest}
+                estimates |= {"minimal-trace": least, "minimal-without-embeddings": rest}
         if not self.traces and self.one_estimator:
             self.controls = torch.cat(source.own_controls)
         self._leave(name, trace)

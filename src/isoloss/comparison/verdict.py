@@ -1,7 +1,7 @@
 """Traces of several models, and which model is the flattest, if that can be said.
 
-A model's estimates are `trace`, `without_embeddings` (the part of the trace that is not the embeddings') and `loss`;
-where the minimal trace was measured, also `minimal-trace` and `minimal_without_embeddings`.
+A model's estimates are `trace`, `without-embeddings` (the part of the trace that is not the embeddings') and `loss`;
+where the minimal trace was measured, also `minimal-trace` and `minimal-without-embeddings`.
 
 A model is called the flattest only where five things hold: all models have the same parameters, over which a trace is
 a sum; their losses are shown to be the same within a margin; its trace is the smallest; so is its minimal trace, which
@@ -57,7 +57,7 @@ REASONS: Mapping[Reason, str] = {  # why no model is called the flattest, in a f
     "no minimal trace": "there is no minimal trace",
     "gauges": "the minimal traces have different conventions",
     "open": "the errors are too large",
-    "near": "the traces are too near to each other",
+    "near": "the traces are too close to each other",
     "disagree": "trace and minimal trace disagree",
     "rare": "one input makes up much of the error",
 }
@@ -153,6 +153,10 @@ class TraceComparison(Tabular):
         values = self.of(name)
         return tuple(sorted(values, key=lambda model: values[model].value))
 
+    def ordered(self, best: str, rival: str) -> tuple[str, str]:
+        """Return the models of a difference, the first one minus the second, and of a ratio, as in the table."""
+        return rival, best
+
     def probability_of_smallest(self, name: str) -> Mapping[str, float]:
         """Return for each model the probability that its true value is the smallest."""
         if name not in self._chances:
@@ -177,7 +181,7 @@ class TraceComparison(Tabular):
             is_made = not {one, other}.isdisjoint(self.interpolated)
             is_near = abs(losses[one].value - losses[other].value) < _SAME_NATS  # else the difference is no rounding
             return (
-                is_near and not is_made and not is_other_function and _is_rounding(self.difference("loss", one, other))
+                is_near and not is_made and not is_other_function and is_rounding(self.difference("loss", one, other))
             )
 
         for name in weights:
@@ -240,8 +244,8 @@ class TraceComparison(Tabular):
     def tables(self) -> list[tuple[list[str], list[list[str]], int]]:
         """Return two tables, of the models and of the differences: header, rows, and how many columns are text."""
         split = any(trace.details["embeddings"] for trace in self.of("trace").values())
-        shown = ["loss", "trace", *["without_embeddings"] * split, *self.traces[1:]]
-        words = {name: name.replace("_", " ").replace("-", " ") for name in shown}
+        shown = ["loss", "trace", *["without-embeddings"] * split, *self.traces[1:]]
+        words = {name: name.replace("-", " ") for name in shown}
         rows = []
         for model in self.ranking("trace"):
             estimates = self.models[model]
@@ -342,14 +346,10 @@ def verdict(
         steps = _next(against, more, with_tasks, is_series=bool(series_of(comparison.models)))
         text += [f"Next: {', or '.join(steps)}."] if steps else []
         return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
-    ratios = [
-        f"its {trace.replace('-', ' ')} is {times_in_words(ratio, interval)} {names[other]}'s"
-        for trace, (other, ratio, interval) in _rivals(comparison, best).items()
-    ]
+    ratios = _ratios_in_words(comparison, best, names, names[best["trace"]])
     flattest, others = ("flatter", "") if number == 2 else ("the flattest", " as the others")
     sentence = (
-        f"{names[best['trace']]} is {flattest}: {_listed(ratios)}, at the same loss{others} within ± {loss_margin:g} "
-        "nats."
+        f"{names[best['trace']]} is {flattest}: {ratios}, at the same loss{others} within ± {loss_margin:g} nats."
     )
     return Verdict(flattest=best["trace"], reasons=(), text=" ".join([*same, sentence]))
 
@@ -392,15 +392,15 @@ def _reasons(
         )
         return
     rivals = _rivals(comparison, best)
+    superlative = "smaller" if len(set(comparison.originals.values())) == 2 else "smallest"
     smallest = [
-        f"the smallest {trace.replace('-', ' ')}, {times_in_words(ratio, interval)} {names[other]}'s (probability "
-        f"{probability(chances[trace])})"
-        for trace, (other, ratio, interval) in rivals.items()
+        f"the {superlative} {trace.replace('-', ' ')} (probability {probability(chances[trace])})" for trace in best
     ]
     if len(set(best.values())) == 1:
         said = f"{names[best['trace']]} has {_listed(smallest)}"
     else:
         said = _listed([f"{names[name]} has {what}" for name, what in zip(best.values(), smallest, strict=True)])
+    said = f"{said}; {_ratios_in_words(comparison, best, names)}"
     minima = comparison.of("minimal-trace") if "minimal-trace" in comparison.traces else {}
     if not minima:
         why = comparison.no_minimal or "it was not measured"
@@ -419,11 +419,10 @@ def _reasons(
     ]:
         yield (
             "near",
-            f"{said}, but the {_listed(near)} are apart by less than a factor of {min_ratio:g}, the smallest that "
-            "counts.",
+            f"{said}, but the {_listed(near)} differ by less than a factor of {min_ratio:g}, the smallest that counts.",
         )
     elif min(chances.values()) < _SURE:
-        yield "open", f"{said}: it takes {more} to tell."
+        yield "open", f"{said}. The errors are too large to tell."
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
     # last: a rare input is a reason only where there would be a verdict otherwise
@@ -462,6 +461,20 @@ def _rivals(comparison: TraceComparison, best: Mapping[str, str]) -> dict[str, t
         other = next(name for name in comparison.ranking(trace) if comparison.originals[name] != first)
         rivals[trace] = other, *comparison.ratio(trace, first, other)
     return rivals
+
+
+def _ratios_in_words(
+    comparison: TraceComparison, best: Mapping[str, str], names: Mapping[str, str], subject: str = ""
+) -> str:
+    """Return the ratio of the best model and the next one by each trace, in the direction of the table."""
+    ratios = []
+    for trace, (rival, *_) in _rivals(comparison, best).items():
+        one, other = comparison.ordered(best[trace], rival)
+        owner = "its" if names[one] == subject else f"{names[one]}'s"
+        subject = names[one]
+        ratio = times_in_words(*comparison.ratio(trace, one, other))
+        ratios.append(f"{owner} {trace.replace('-', ' ')} is {ratio} {names[other]}'s")
+    return _listed(ratios)
 
 
 def times_in_words(ratio: float, interval: tuple[float, float]) -> str:
@@ -536,11 +549,11 @@ def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool, *, is_seri
     return steps
 
 
-def _is_rounding(loss: Estimate) -> bool:
-    """Whether a difference in loss is one of rounding alone, on every input: then the models are one function."""
+def is_rounding(difference: Estimate) -> bool:
+    """Whether a difference is one of rounding alone, on every input; of losses: then the models are one function."""
     # the mean square over inputs, from mean and variance: models of equal mean loss that differ on an input are no
     # copies
-    return loss.value**2 + loss.samples * loss.stderr**2 < _SAME_NATS**2
+    return difference.value**2 + difference.samples * difference.stderr**2 < _SAME_NATS**2
 
 
 def _listed(parts: list[str]) -> str:

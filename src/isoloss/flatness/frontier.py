@@ -110,8 +110,8 @@ def forgetting_frontier(
     gains = [training.estimates(point)[0].value for point in points[1:]]
     if (reached := next((number for number, value in enumerate(gains) if value >= gain), None)) is None:
         warn(
-            f"no learning rate reaches a gain of {gain:g}: the largest gain is {max(gains):.3g}, at the learning rate "
-            f"{rates[gains.index(max(gains))]:g}; choose a smaller gain, more steps or other rates"
+            f"no learning rate reaches a gain of {gain:g} nats: the largest gain is {max(gains):.3g} nats, at the "
+            f"learning rate {rates[gains.index(max(gains))]:g}; choose a smaller gain, more steps or other rates"
         )
         return found
     return {"frontier": training.closing_in(points[reached], points[reached + 1], gain), **found}

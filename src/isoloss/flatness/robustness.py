@@ -69,9 +69,9 @@ Change = Rounding | Noise
 
 # what `isoloss.compare` measures of every model, by the name of the estimate
 ROBUSTNESS: Mapping[str, Change] = {
-    **{f"{name}_rise": FORMATS[name] for name in ("int8", "int4")},
+    **{f"{name}-rise": FORMATS[name] for name in ("int8", "int4")},
     # a rise under less noise is smaller by the square of the ratio, to the error of either
-    "noise_10%_rise": Noise(relative_std=0.1),
+    "noise-rise": Noise(relative_std=0.1),
 }
 
 
@@ -122,7 +122,7 @@ def loss_rises(
 
     Returns:
         The rise of the loss under each change, in nats per predicted token, and, for a rounding called
-        `NAME` or `NAME_rise`, the loss with rounded weights, `NAME_loss`. `details` have the `rounded_weights` and
+        `NAME` or `NAME-rise`, the loss with rounded weights, `NAME-loss`. `details` have the `rounded_weights` and
         how many `map_weights` there are besides embeddings and the output layer, or the number of `draws`.
 
     Raises:
@@ -135,7 +135,7 @@ def loss_rises(
         >>> model, batches = tiny_bert()
         >>> rises = loss_rises(model, batches, {"int3": Rounding(bits=3), "noise": Noise(relative_std=0.1)})
         >>> [(name, rise.stderr > 0) for name, rise in rises.items()]
-        [('int3', True), ('int3_loss', True), ('noise', True)]
+        [('int3', True), ('int3-loss', True), ('noise', True)]
         >>> rises["noise"].details["draws"]
         40
     """
@@ -181,7 +181,7 @@ def loss_rises(
         rises[name] = replace(rise, details=about)
         if isinstance(change, Rounding):
             level = estimate_in_blocks(after, sizes, blocks, unit=UNIT, method=f"loss with {change}")
-            rises[f"{name.removesuffix('_rise')}_loss"] = replace(level, details=about)
+            rises[f"{name.removesuffix('-rise')}-loss"] = replace(level, details=about)
     return rises
 
 

@@ -655,7 +655,7 @@ def _phases(results: Results, length: int) -> Figure:
     return Figure(
         name=f"phases-{length}",
         title=f"Does transfer follow the parts of the trace? (T = {length})",
-        chart=draw(panels, note="Bars: 95 % intervals over seeds whose run ended at the one loss"),
+        chart=draw(panels, note="Bars: 95 % intervals over seeds whose run ended at the same loss"),
         caption="Left: the trace of queries and keys, the trace of the neurons, and the cancellation ratio of equation "
         "4, 1 where no two active neurons disagree. Middle: R² of g, for which uniform attention is enough, and of "
         "|g|, which needs neurons that do not cancel. Right: label noise after each number of steps, and every weight "
@@ -677,7 +677,7 @@ def _doses(results: Results, model: Model, length: int) -> Figure:
         title=f"Weight of a penalty on {what}: {_called(model, length)}",
         chart=forest(made, {"R²": IMBALANCE}, note="intervals over seeds"),
         caption="R² of |g| after the same number of steps with a penalty of each weight, then the cooldown. Below 0 it "
-        "is a reward: the model gets sharper. The base had neither.",
+        "is a reward: the model gets sharper. The sham computes the penalty and weighs it by 0. The base had neither.",
     )
 
 
@@ -702,8 +702,8 @@ def _all_arms(results: Results) -> Figure:
         name="arms",
         title="Every arm vs. its control",
         chart=intervals([panel], list(dict.fromkeys(rows)), note="Lines: 95 % intervals over seeds, not adjusted"),
-        caption="After the cooldown to one loss, paired by seed. AdamW and SAM have other steps than their control, "
-        "and AdamW sampled labels where the control has exact ones; the sham's control is the base.",
+        caption="After the cooldown to the same loss, paired by seed. AdamW and SAM have other steps than their "
+        "control, and AdamW sampled labels where the control has exact ones; the sham's control is the base.",
     )
 
 

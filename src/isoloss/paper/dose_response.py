@@ -1,4 +1,4 @@
-"""The study dose-response: flatter and sharper models of one loss, by a penalty of either sign that is never taken off.
+"""The study dose-response: flatter and sharper models with the same loss, by a lasting penalty of either sign.
 
 Other arms raise or lower the effective rank of the features, which changes together with flatness.
 """
@@ -451,7 +451,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             arms,
             f"Every arm ends where its cooldown reaches a KL of {scale.target_kl:g} on validation sentences, or after "
             f"{scale.cooldown_steps:,} steps. “Above the target” counts runs whose exact KL is more than 10 % higher. "
-            "Values are as measured, not adjusted to one loss. "
+            "Values are as measured, not adjusted to the same loss. "
             f"{_left_out(results)}"
             "Probes are tested on every sentence of the language; prefix-mean is the mean of the probes of prefix-2 "
             "and prefix-4, invariant-prefix-mean the same with all features scaled to one variance.",
@@ -462,7 +462,7 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             ("arm",),
             differences,
             "Paired by grammar and seed: arm minus sham; traces: arm over sham, as geometric means. Not adjusted to "
-            "one loss: the first column has the difference in KL.",
+            "the same loss: the first column has the difference in KL.",
         ),
         SummaryTable(
             "slopes",
@@ -470,8 +470,8 @@ def tables(results: Results) -> Sequence[SummaryTable]:
             ("outcome",),
             [((key,), {"slope": one}) for key, one in slopes.items()],
             f"Change per nat of KL, from the base, whose target is a KL of {scale.base_kl:g}, to the sham. Claims and "
-            "the slopes of the first table are adjusted to one loss by these slopes; for an arm that ends above the "
-            "base this is an extrapolation.",
+            "the slopes of the first table are adjusted to the same loss by these slopes; for an arm that ends "
+            "above the base this is an extrapolation.",
         ),
         SummaryTable(
             "untrained",
@@ -532,7 +532,7 @@ def _figures(results: Results) -> list[Figure]:
             name="dose-response",
             title="Few-shot accuracy and effective rank by flatness",
             chart=dose_response(results, first),
-            caption="Differences from the sham, whose penalty has weight 0, not adjusted to one loss"
+            caption="Differences from the sham, whose penalty has weight 0, not adjusted to the same loss"
             + (f"; of {len(units)} runs of each arm, a KL more than 10 % above the target have " if above else "")
             + f"{', '.join(above)}. Thin: the penalty's arms of each of {num_languages(units)} grammars. Thick: means "
             "over grammars.",

@@ -1,4 +1,4 @@
-"""The study optimizers: eight optimizers, three rates each, at one loss: which measure predicts which outcome?"""
+"""The study optimizers: eight optimizers, three rates each, at the same loss: which measure predicts which outcome?"""
 
 from __future__ import annotations
 
@@ -630,7 +630,7 @@ def _figures(results: Results) -> list[Figure]:
         ),
         Figure(
             name="arms",
-            title="Every optimizer vs. AdamW, at one loss",
+            title="Every optimizer vs. AdamW, at the same loss",
             chart=forest(
                 by_optimizer,
                 {

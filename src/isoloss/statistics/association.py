@@ -121,7 +121,7 @@ class Association:
         advice = "test fewer pairs" if self.pairs > 1 else "", f"take at least {enough} {unit}" if enough else ""
         pairs = "1 pair" if self.pairs == 1 else f"{self.pairs:,} pairs"
         return (
-            f"with {pairs} of measures and outcomes, {self.clusters} {unit} cannot show any: "
+            f"{self.clusters} {unit} are too few to test {pairs} of measures and outcomes: "
             f"{', or '.join(filter(None, advice))}"
         )
 

@@ -346,7 +346,7 @@ class Comparison:
         difference = self.difference(key, other, one)
         assert difference is not None
         words = f"{one} minus {other}; {self._detail(difference, one, other)}; "
-        words += f"the same: within {LOSS_MARGIN:g} nats/token"
+        words += f"losses within ± {LOSS_MARGIN:g} nats/token count as the same"
         value, verdict = {
             True: ("Yes", Verdict.SHOWN),
             False: ("No", Verdict.CONTRADICTED),

@@ -64,7 +64,7 @@ RULE = (
     "If one of the claims that are tested first is also tested for the absence of an effect, its p and all later p are "
     "doubled, because both of its answers can let the sequence go on. So the chance of any wrong verdict in the whole "
     "study is at most 5 %, not counting errors of the tests of equal loss.",
-    "A claim about two models of the same loss is tested only if two one-sided tests at 5 % show that the mean "
+    "A claim about two models with the same loss is tested only if two one-sided tests at 5 % show that the mean "
     "difference in loss is within its margin. Or, where the claim says so, it is judged by the difference at the same "
     "loss: the difference minus the part that the difference in loss explains, by a slope from other runs.",
     "“Found with 80 % power” is the smallest true difference that four in five such studies would find. “Smaller than” "

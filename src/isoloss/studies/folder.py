@@ -303,7 +303,7 @@ class StudyFolder:
     @property
     def follows(self) -> str:
         """What a page of some of its blocks says is still to come; empty if there will be no verdicts."""
-        return "Verdicts follow when all are." if self.study.claims and self.has_verdicts else ""
+        return "Verdicts follow when all are done." if self.study.claims and self.has_verdicts else ""
 
     @property
     def secondary_tests(self) -> int | None:

@@ -121,8 +121,8 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
     if not rows:
         return []
     note = Markup("<p class=note>{}</p>").format(
-        "± is one standard error of the difference; each interval is on its own, not adjusted for the number "
-        "of rows. Each plot has its own axis; the dashed line is no difference. "
+        "± is one standard error of the difference; intervals are not adjusted for the number of rows. Each plot has "
+        "its own axis; the dashed line is no difference. "
         + ("With one run of each kind, the error is not over training seeds. " if comparison.has_one_run_each else "")
         + (
             "Checkpoints without a seed count as independent, although checkpoints of one training are not: "
@@ -229,8 +229,8 @@ def default_parts(results: Results) -> PageParts:
                 name="against-loss",
                 title="Every checkpoint against its loss",
                 chart=charts.scatter(table, [(loss, other) for other in others], style=style),
-                caption="Further left is a better language model. Compare other measures between checkpoints of about "
-                "the same loss.",
+                caption="Further left is a better language model. Compare other measures between checkpoints with "
+                "about the same loss.",
             )
         )
     if len(results.checkpoints) > len(results.experiments):

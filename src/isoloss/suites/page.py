@@ -86,7 +86,7 @@ def suite_page(table: SuiteTable, associations: Sequence[Association], *, comman
     lede = f"{len(suite.rows)} checkpoints"
     if answers:
         lede += (
-            f" in {len({*table.clusters()})} clusters ({answers[0].over[0]}). A measure predicts an "
+            f" in {len({*table.clusters()})} clusters, one for each {answers[0].over[0]}. A measure predicts an "
             "outcome if the two correlate among checkpoints with the same loss: r is their correlation "
             "with the loss held fixed, from -1 to 1. Shown means significant after correction for the number of pairs."
         )
@@ -124,9 +124,11 @@ def _cards(answers: Sequence[Association]) -> list[Card]:
     ]
     if rest := [each for each in answers if not each.shown]:
         label, detail = "Not shown", f"The strongest of them: {rest[0]}" if len(rest) > 1 else str(rest[0])
-        value = f"{len(rest)} of {len(answers)} pairs of measure and outcome"
+        pairs = f"{len(rest)} of {len(answers)} pairs of measure and outcome"
+        value = f"No correlation shown in {pairs}"
         if rest[0].pearson is None:
             label, detail = "Not known", "; ".join(dict.fromkeys(each.problem for each in rest))
+            value = f"No correlation known in {pairs}"
         cards.append(Card(label=label, value=value, detail=detail, tone="unclear"))
     return cards
 
@@ -283,14 +285,14 @@ class _Suite:
         if loss and pairs:
             panels = pairs[:_PAIRS]
             panels += [(loss, x, "") for x in dict.fromkeys(x for x, _, _ in panels)]
-            caption = "The strongest pairs: compare points of one color. Below: the same measures against the loss."
+            caption = "The strongest pairs, and their measures against the loss: compare points of the same color."
             yield self._figure("at-one-loss", "At the same loss", panels, f"{caption} {_PICKING}")
         if self.along and columns:
             color = f" in the color of its {self.group}" if self.groups else ""
             # the entropy of a language is the same everywhere
             panels = [(self.along, column, "") for column in columns.values() if column.name != "entropy"]
             caption = f"A line for each training run{color}. {_PICKING}"
-            yield self._figure("along", f"Over {self.along.name}", panels, caption)
+            yield self._figure("along", f"Over the {self.along.name.removesuffix('s')}s", panels, caption)
         if loss and len(pairs) > _PAIRS:
             yield self._figure("every-pair", "Every measure against every outcome", pairs, "")
         if loss and len(columns) > 1:

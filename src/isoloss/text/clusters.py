@@ -202,7 +202,9 @@ def equal_blocks(numbers: list[int]) -> Blocks:
     total = sum(numbers)
     count = max(_FEWEST_BLOCKS, round(math.sqrt(total) / 3))
     labels = torch.cat([torch.arange(number) * count // number for number in numbers])
-    return Blocks(labels, f"blocks of {total / count:.0f} consecutive sequences, given these texts")
+    sizes = sorted({*labels.bincount().tolist()})
+    words = " or ".join(f"{size:,}" for size in sizes) if len(sizes) < 3 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    return Blocks(labels, f"blocks of {words} consecutive sequences ({total:,} in all), given these texts")
 
 
 def sequence_hashes(ids: torch.Tensor, present: torch.Tensor) -> torch.Tensor:

@@ -140,14 +140,15 @@ def compare(
         >>> comparison = compare(models, [{"input_ids": input_ids, "labels": labels}])
         >>> [answer.question for answer in comparison.answers()]
         ['Same loss?', 'Flatter?', 'More robust at 4 bits?', 'More robust to noise?']
-        >>> comparison.difference("int4_rise", "b", "a").unit
+        >>> comparison.difference("int4-rise", "b", "a").unit
         'nats per predicted token'
     """
     own = {} if pooling == "auto" else {"probe_pooling": pooling}
     probes = task_probes(tasks, task_data, {"probe_solver": "convex", "seed": seed} | own)
     settings = {"num_sequences": num_sequences, "seed": seed} | dict(settings or {})
-    # the traces are measured in any case
-    others = {name: flatness_measure(name, settings) for name in measures if name not in ("trace", "minimal-trace")}
+    # these are rows in any case
+    usual = ["trace", "minimal-trace", *(["int8-rise", "int4-rise", "noise-rise"] if robustness else [])]
+    others = {name: flatness_measure(name, settings) for name in measures if name not in usual}
     positive("loss_margin", loss_margin)
     at_least("min_ratio", min_ratio, 1)
     named = {
@@ -307,7 +308,7 @@ def _with_bits_per_byte(
     """Add the loss in bits per byte. The bytes are taken as exact, so a difference is as certain as in nats."""
     bits = {name: times(estimates["loss"], 1 / (bytes_per_token * math.log(2))) for name, estimates in models.items()}
     return {
-        name: {**estimates, "bits_per_byte": dataclasses.replace(bits[name], unit="bits per byte")}
+        name: {**estimates, "bits-per-byte": dataclasses.replace(bits[name], unit="bits per byte")}
         for name, estimates in models.items()
     }
 
