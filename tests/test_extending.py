@@ -12,6 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from forking import Commands
+from isoloss import registry
+from isoloss.lab.evaluation.measures.base import settings_of
+from isoloss.registry import MEASURES
 
 PLUGIN = Path(__file__).parent / "plugin"
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
@@ -112,6 +115,31 @@ def test_the_smallest_package_trains(isoloss, folder):
     assert "nadam          NAdam: Adam with Nesterov's momentum\n" in isoloss("ls", "optimizers").stdout
     state = load_file(folder / "runs/nadam/checkpoints/step-20/trainer.safetensors")
     assert any(name.startswith("mu_product/") for name in state)
+
+
+def test_a_changed_component_does_not_go_on_with_what_another_one_made(isoloss, folder):
+    """A comment is no change; of other code, a run is refused, and a measure is measured again."""
+    (train,) = (words[1:] for words in COMMANDS if "runs/nadam" in words and "train" in words)
+    module = folder / "smallest/nadam.py"
+    text = module.read_text()
+    module.write_text(f"# a remark\n\n{text}")
+    assert isoloss(*train).returncode == 0
+    module.write_text(f"{text}\nOTHER = 1\n")
+    refused = isoloss(*train)
+    assert refused.returncode == 2
+    assert "the code of the optimizer nadam has changed since runs/nadam began: choose another folder" in refused.stderr
+    measured = isoloss("measure", "runs/nadam", "--measures", "loss", "--num-sequences", "64")
+    assert measured.returncode == 0, measured.stderr
+
+
+def test_an_evaluation_has_the_code_of_its_measure():
+    assert "code_sha256" not in settings_of("loss")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PLUGIN)
+        registry._entry_points.cache_clear()
+        assert settings_of("top1")["code_sha256"] == MEASURES.code_sha256("top1") != ""
+        assert settings_of("probe-parity-x")["code_sha256"] == MEASURES.code_sha256("top1")
+    registry._entry_points.cache_clear()
 
 
 def test_options_of_components_are_options_of_the_commands(isoloss):

@@ -12,6 +12,7 @@ Nothing is imported before it is asked for by name, so that a list of names cost
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import inspect
 import pkgutil
@@ -163,6 +164,24 @@ class Registry:
             if (values := _values(pattern, name)) is not None:
                 return pattern, values
         raise self._unknown(name)
+
+    def code_sha256(self, name: str) -> str:
+        """Return the SHA-256 of the code of the package, outside isoloss, that a component is from.
+
+        Lines that are empty or only a comment do not count. Empty: the component is isoloss's own, or registered by
+        the process itself, or there is none.
+        """
+        pattern = name if name in self else next((one for one in self if _values(one, name) is not None), "")
+        if not pattern or not isinstance(target := self._all()[pattern].target, str):
+            return ""
+        package = target.partition(":")[0].partition(".")[0]
+        if package == __name__.partition(".")[0] or (spec := importlib.util.find_spec(package)) is None:
+            return ""
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        paths = sorted(path for folder in folders for path in folder.rglob("*.py")) or [Path(spec.origin or "")]
+        lines = [line.rstrip() for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+        counting = [line for line in lines if line and not line.lstrip().startswith("#")]
+        return hashlib.sha256("\n".join(counting).encode()).hexdigest()
 
     def _check(self, name: str, component: Any, where: str) -> None:
         """Refuse what is no such component; `where` says what it is of, for the message."""

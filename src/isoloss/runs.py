@@ -30,6 +30,7 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.checkpoints.places import TRAINER, checkpoint_damage
 from isoloss.errors import IsolossError, warn
+from isoloss.registry import ALGORITHMS, LANGUAGES, MODELS, OPTIMIZERS
 from isoloss.run_config import TrainConfig
 from isoloss.statistics.estimate import Estimate, rounded
 
@@ -39,6 +40,7 @@ _MODEL_FILES = ("config.json", "tokenizer*", "special_tokens_map.json", "added_t
                 "*.model")  # fmt: skip
 _STEP = re.compile(r"step-(\d+)$")
 _TEACHER = "teacher_sha256"  # in run.json, of the weights of a teacher whose folder is relative to the run's
+_CODE = "code_sha256"  # in run.json, by component, of those that are from other packages
 _OLD_SETTINGS = {"flatness_sentences": "num_sequences"}  # what evaluations that were written before call a setting
 _EVALUATION = re.compile(r"(?P<measure>.+)@step-(?P<step>\d+)\.json$")
 
@@ -179,6 +181,11 @@ class Run:
                 "or delete the run's folder and begin it again"
             )
 
+    def changed_code(self) -> list[str]:
+        """Return the components of other packages whose code has changed since the run began, such as `optimizer x`."""
+        now = _code(self.config)
+        return [name for name, began in self.record.get(_CODE, {}).items() if now.get(name) != began]
+
     def check_folder(self) -> None:
         """Refuse a folder that holds a study, or anything else that is not a run."""
         if self.exists:
@@ -200,9 +207,14 @@ class Run:
                     "choose another directory, or the config it was made with"
                 )
             self._check_teacher()
+            if changed := self.changed_code():
+                raise IsolossError(
+                    f"the code of the {' and the '.join(changed)} has changed since {self.path} began: choose another "
+                    "folder, delete this one to begin the run again, or bring the former code back"
+                )
             return
         self.check_folder()
-        teacher = config.language.teacher_sha256(self.path)
+        teacher, code = config.language.teacher_sha256(self.path), _code(config)
         files.write_sealed(
             self.path / "run.json",
             {
@@ -212,6 +224,7 @@ class Run:
                 "versions": versions(),
                 "commit": commit(),
                 **({_TEACHER: teacher} if teacher else {}),
+                **({_CODE: code} if code else {}),
             },
         )
 
@@ -504,6 +517,16 @@ def checkpoint_of(path: Path) -> tuple[Run, int] | None:
     if run.exists and step.isdecimal() and int(step) in run.steps() and run.checkpoint(int(step)) == folder:
         return run, int(step)
     return None
+
+
+def _code(config: TrainConfig) -> dict[str, str]:
+    """Return the SHA-256 of the code of each component of a run that is from another package, by what it is."""
+    stages = config.stage_configs()
+    named = [(LANGUAGES, config.language.kind), (MODELS, config.model.architecture)]
+    named += [(ALGORITHMS, stage.algorithm.kind) for stage in stages]
+    named += [(OPTIMIZERS, stage.optimizer.name) for stage in stages]
+    found = {f"{registry.kind} {name}": registry.code_sha256(name) for registry, name in named}
+    return {what: code for what, code in found.items() if code}
 
 
 def _sha256(path: Path) -> str:

@@ -438,4 +438,9 @@ def _training_seconds(config: TrainConfig) -> float:
 def _is_trained(run: Run, experiment: Experiment) -> bool:
     if isinstance(run, ExternalRun):
         return run.exists and run.complete
-    return run.complete and run.record["fingerprint"] == experiment.fingerprint and run.has_its_teacher
+    return (
+        run.complete
+        and run.record["fingerprint"] == experiment.fingerprint
+        and run.has_its_teacher
+        and not run.changed_code()
+    )

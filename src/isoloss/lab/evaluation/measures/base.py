@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, g
 from isoloss import config as configs
 from isoloss.config import setting
 from isoloss.errors import IsolossError, did_you_mean
-from isoloss.registry import MEASURES
+from isoloss.registry import MEASURES, TASKS
 
 if TYPE_CHECKING:
     import torch
@@ -279,7 +279,9 @@ def settings_of(name: str, settings: Mapping[str, Any] | None = None) -> dict[st
     """Return the settings that decide a measure's result and are kept with it; arguments as for `make_measure`."""
     values: dict[str, Any] = configs.identity(make_measure(name, settings))
     by_name = name_fields(MEASURES.match(name)[0])
-    return {key: values[key] for key in sorted(values, key=lambda key: key == "seed") if key not in by_name}
+    code = MEASURES.code_sha256(name) + TASKS.code_sha256(values.get("task", ""))
+    kept = {key: values[key] for key in sorted(values, key=lambda key: key == "seed") if key not in by_name}
+    return kept | ({"code_sha256": code} if code else {})
 
 
 def name_fields(pattern: str) -> set[str]:
