@@ -158,12 +158,12 @@ def test_rises_are_of_64_sequences_drawn_at_random(measured):
             assert (found.value, found.stderr) == pytest.approx((expected.value, expected.stderr), rel=1e-3, abs=1e-7)
 
 
-def test_the_seed_decides_the_noise():
-    ids = torch.randint(0, 64, (12, 8), generator=torch.Generator().manual_seed(0))
+def test_the_seed_decides_the_noise_and_an_eighth_of_many_sequences_has_it():
+    ids = torch.randint(0, 64, (640, 8), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": ids, "labels": ids}]
     rises = [compare({"a": small.gpt2(64, 0)}, batches, seed=seed).of("noise-rise")["a"] for seed in (3, 4)]
     assert rises[0].value != rises[1].value
-    assert [rise.details["seed"] for rise in rises] == [3, 4]
+    assert [(rise.details["seed"], rise.details["sequences"]) for rise in rises] == [(3, 80), (4, 80)]
 
 
 def test_there_is_no_answer_where_much_of_a_model_was_not_rounded():

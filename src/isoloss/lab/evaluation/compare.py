@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DATA = "python:docs"  # a text that comes with Python
-_ROBUSTNESS_SEQUENCES = 64  # 7 losses of these cost less than a trace of eight times as many
+_ROBUSTNESS_SHARE = 8  # one sequence of so many: 7 losses of these cost less than the trace of all
+_LEAST_ROBUSTNESS = 64  # sequences
 
 
 def compare(
@@ -80,7 +81,7 @@ def compare(
     the Fisher information with and without embeddings, the minimal trace (if the rescalings of all models are known),
     and how far the loss rises under `ROBUSTNESS`: weights of 8 and 4 bits, with the loss that this leads to, and noise
     of 10 % of each tensor's root mean square, with errors that cover the draws. The rises are measured on a
-    part of the sequences: on 64 of 512.
+    part of the sequences: on an eighth, and at least 64.
 
     Args:
         models: A mapping from names to language models, functions that load them, or checkpoints; or a list of
@@ -175,7 +176,7 @@ def compare(
         )
         probes = _fitting(probes, others, pooling, context, checkpoints.infos)
         read, causal = context.inputs(num_sequences, seed), context.is_causal
-        batches, few = read.batches, read.some(_ROBUSTNESS_SEQUENCES, seed).batches
+        batches, few = read.batches, read.some(_num_changed(read.num_sequences), seed).batches
         auxiliary_sample = read.auxiliary_sample if context.has_embeddings else None
     else:
         for_text: dict[str, Any] = {"data": data, "tokenizer": tokenizer, "inputs": inputs}
@@ -323,15 +324,19 @@ def _sha256(batches: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
+def _num_changed(num_sequences: int) -> int:
+    """Return on how many of the sequences the rises of the loss are measured."""
+    return max(_LEAST_ROBUSTNESS, num_sequences // _ROBUSTNESS_SHARE)
+
+
 def _some(batches: Iterable[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
     """Return a few of the sequences, drawn at random; none of batches that the measurement will refuse."""
     if not all(isinstance(batch, Mapping) and isinstance(batch.get("labels"), torch.Tensor) for batch in batches):
         return []
     sizes = [len(batch["labels"]) for batch in batches]
     few = []
-    for batch, rows in zip(
-        batches, torch.split(drawn_rows(sum(sizes), _ROBUSTNESS_SEQUENCES, seed), sizes), strict=True
-    ):
+    drawn = torch.split(drawn_rows(sum(sizes), _num_changed(sum(sizes)), seed), sizes)
+    for batch, rows in zip(batches, drawn, strict=True):
         chosen = rows.nonzero()[:, 0]
         if len(chosen):
             few.append(dict(batch))
