@@ -11,9 +11,16 @@ from isoloss.lab.languages._pcfg.charts import FoldedRules, Planner
 from isoloss.lab.languages._pcfg.grammar import parse_grammar, random_grammar
 from isoloss.lab.languages._pcfg.inside_outside import InsideOutside
 from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.languages.pcfg import PCFG
 
 CPU = torch.device("cpu")
 CATALAN = "S S S 0.4\nS a 0.36\nS b 0.24"  # Pr(x) = C(T-1) 0.4^(T-1) times the tokens' probabilities
+
+
+def emitted(rules, exact):
+    """(E, V): what each symbol that emits yields, given that it does."""
+    table = torch.from_numpy(rules.emission[exact.emitting])
+    return table / table.sum(dim=1, keepdim=True)
 
 
 def engine(grammar, max_length, dtype=torch.float64, backend=None):
@@ -63,7 +70,7 @@ def test_closed_form_at_every_length(backend):
 def test_float32_to_length_64(grammar, lengths, backend):
     rules = FoldedRules(grammar, 64)
     double, single = (InsideOutside(rules, CPU, dtype, backend) for dtype in (torch.float64, torch.float32))
-    emission = torch.from_numpy(rules.emission[double.emitting])
+    emission = emitted(rules, double)
     generator = torch.Generator().manual_seed(0)
     for length in lengths:
         tokens = torch.randint(len(grammar.vocabulary), (300, length), generator=generator)
@@ -93,7 +100,7 @@ def test_probabilities_beyond_the_range_of_the_numbers(dtype, backend):
     tokens = torch.tensor([[0] * 40, [1] * 40, [0] * 20 + [2] * 20, [2] * 39 + [0], [1, 0] * 20])
     truth = torch.tensor([rare_log_prob(row) for row in tokens.tolist()], dtype=torch.float64)
     assert truth[0] < -1800  # float64 ends at -708
-    emission = torch.from_numpy(FoldedRules(parse_grammar(RARE), 40).emission[exact.emitting])
+    emission = emitted(FoldedRules(parse_grammar(RARE), 40), exact)
     scores, log_z = exact.leaf_outside(tokens)
     assert torch.allclose(log_z, truth, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
     expected = torch.tensor([1e-20, 0.5, 0.5], dtype=torch.float64).expand(5, 40, 3)
@@ -106,6 +113,44 @@ def test_probabilities_beyond_the_range_of_the_numbers(dtype, backend):
     assert (inside[:, 2:] < inside[:, :1] - 200).all()
     assert (inside[:, 2:] <= math.log(torch.finfo(dtype).tiny)).all()
     assert torch.isfinite(inside).all()
+
+
+def halves(kinds=32, further=0.98, longest=128):
+    """Of each sentence a left half of `kinds` tokens in turn, and a right half of one: one scale fits neither."""
+    names = range(kinds)
+    left = [f"A{k} L [{further / kinds!r}] | A{k} A0 [{(1 - further) / kinds!r}]" for k in names]
+    lines = ["S -> L R [1.0]", f"L -> {' | '.join(left)}", *(f"A{k} -> 'a{k}' [1.0]" for k in names)]
+    lines += [f"R -> B R [{further}] | B B [{1 - further!r}]", "B -> 'b' [1.0]"]
+    return PCFG.from_text("\n".join(lines), max_length=longest)
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_halves_of_unlike_scale_in_float32(backend):
+    """The left half underflows, and the right one brings the sentence back to where nothing shows it."""
+    language = halves()
+    tokens, lengths, _ = language.sample(1000, generator=torch.Generator().manual_seed(0))
+    single = InsideOutside(language._rules, CPU, torch.float32, backend)
+    for length in (92, 102, 119):
+        rows = tokens[lengths == length][:, :length]
+        assert len(rows) >= 2
+        # one derivation each: left and right half stop once, and go on otherwise
+        words = [[language.vocabulary[token] for token in row] for row in rows.tolist()]
+        kinds = [sum(word != "b" for word in row) for row in words]
+        truth = [(length - 4) * math.log(0.98) + 2 * math.log(0.02) - (number - 1) * math.log(32) for number in kinds]
+        found = single.log_partition(rows)
+        assert torch.allclose(found, torch.tensor(truth, dtype=torch.float64), rtol=1e-6, atol=0)
+        assert torch.allclose(single.leaf_outside(rows)[1], found, rtol=1e-6, atol=0)
+
+
+def test_a_symbol_that_hardly_emits():
+    """Its emissions are below float32, and its share of a position is not."""
+    language = PCFG.from_text("S -> A S [1.0] | 't0' [1e-50]\nA -> 't0' [0.5] | 't1' [0.5]", max_length=3)
+    single = language.to(dtype=torch.float32)
+    tokens, lengths = torch.tensor([[0, 1, 0]]), torch.tensor([3])
+    for method in ("log_next", "log_conditionals", "conditional_entropy"):
+        found, truth = (getattr(one, method)(tokens, lengths).double().exp() for one in (single, language))
+        torch.testing.assert_close(found, truth, rtol=2e-6, atol=1e-30)
+    assert language.log_conditionals(tokens, lengths)[0, 2].exp().tolist() == pytest.approx([1, 0], abs=1e-300)
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])

@@ -159,7 +159,9 @@ class PCFG(ExactLanguage):
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._move(device, dtype)
         self._engine = InsideOutside(self._rules, device, dtype)
-        self._emission = torch.as_tensor(self._rules.emission[self._engine.emitting]).to(device, dtype)
+        # of each symbol that emits, given that it does
+        emission = self._rules.emission[self._engine.emitting]
+        self._emission = torch.as_tensor(emission / emission.sum(axis=1, keepdims=True)).to(device, dtype)
 
     @property
     def length_probs(self) -> torch.Tensor:

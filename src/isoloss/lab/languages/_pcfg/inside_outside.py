@@ -33,7 +33,7 @@ _BYTES = {"cpu": 1 << 23, "cuda": 1 << 30}  # working memory of one chunk of sen
 _COMFORTABLE = {torch.float32: 80, torch.float64: 700}
 _CALIBRATION = 16  # sentences of a chunk whose float64 probabilities set the scale in which float32 works
 
-_Run = Callable[[torch.Tensor, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+_Run = Callable[[torch.Tensor, torch.dtype, torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 class InsideOutside:
@@ -64,6 +64,12 @@ class InsideOutside:
         log2_scale = np.round(np.log2(emission[self.emitting].mean(axis=0))).clip(min=-1000)
         self._log2_scale = torch.as_tensor(log2_scale, device=device)
         self._scaled = emission * np.exp2(-log2_scale)
+        # A product of two numbers of a chart and a rule's weight is a normal number of float32 where both are no less
+        # than this: then nothing is lost that a large factor elsewhere in the sentence would have brought back.
+        single = np.finfo(np.float32)
+        weight = min((float(block.weights[block.weights > 0].min()) for block in self._planner.blocks), default=1.0)
+        is_held = bool((self._scaled[self._scaled > 0] >= single.tiny).all())
+        self._lossless = math.sqrt(float(single.tiny) / weight) if is_held else math.inf
         # Beside numba too: only torch's charts can tell what is impossible from what underflows (`possible`).
         self._torch = TorchCharts(rules, self._planner, self._scaled, self.emitting, device, self._log2_scale)
         self.backend: Backend = backend or choose_backend(device)
@@ -99,27 +105,27 @@ class InsideOutside:
         """Return (n,): the log-probability of each sentence."""
         plan = self._planner.plan(tokens.shape[1])
 
-        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            z = self._probabilities(plan, tokens, shift, dtype)
-            return z, torch.zeros_like(z)
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            z, _, least = self._engine.run(plan, tokens, torch.exp2(shift).to(dtype), leaves=False)
+            return z, torch.zeros_like(z), least
 
         return self._robust(plan, tokens, run)[1]
 
     def leaf_outside(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n, T, E) outside scores of the `emitting` symbols at each token (normalized), and log-probabilities.
+        """Return (n, T, E), the probability that each `emitting` symbol yields the token, and log-probabilities.
 
-        With the emission probabilities e they give the full conditionals,
-        `Pr(x_t = c | x_-t) = sum_A score[t, A] e[A, c]`; they do not depend on x_t.
+        It is given all other tokens: `Pr(x_t = c | x_-t) = sum_A share[t, A] e[A, c] / e[A]`, with the emission
+        probabilities e and their sums over tokens e[A].
         """
         plan = self._planner.plan(tokens.shape[1])
 
-        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self._engine.run(plan, tokens, torch.exp2(shift).to(dtype), leaves=True)
 
         return self._robust(plan, tokens, run)
 
     def prefix_outside(self, tokens: torch.Tensor, *, longest: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n, T, E) outside scores of the `emitting` symbols at each token given those before it (normalized).
+        """Return (n, T, E), the probability that each `emitting` symbol yields a token given those before it.
 
         As `leaf_outside`, but nothing is known of the tokens that follow: a span that begins at t is completed by all
         strings, of as many tokens as are left or, with `longest`, of any number up to so many in all. So one pass
@@ -181,14 +187,16 @@ class InsideOutside:
         """
         plan = self._planner.plan(tokens.shape[1], every_root=True)
 
-        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scaled = self._engine.span(plan, tokens, torch.exp2(shift).to(dtype), 0, plan.length, outer=False)[1]
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            factor = torch.exp2(shift).to(dtype)
+            _, scaled, least = self._engine.span(plan, tokens, factor, 0, plan.length, outer=False)
             log_scale = self._log_scale(tokens, shift)[:, None]
             floor = torch.finfo(torch.float64).tiny
             # No possible symbol has less than log(floor) - log_scale, and callers compare with log(floor): impossible
             # ones have the lesser of the two.
             impossible = math.log(floor) - log_scale.clamp(min=0)
-            return scaled.amax(dim=1), torch.where(scaled > 0, scaled.clamp(min=floor).log() - log_scale, impossible)
+            logs = torch.where(scaled > 0, scaled.clamp(min=floor).log() - log_scale, impossible)
+            return scaled.amax(dim=1), logs, least
 
         return self._robust(plan, tokens, run, torch.float64)
 
@@ -197,16 +205,16 @@ class InsideOutside:
         width = stop - start
         plan, inner = self._planner.plan(tokens.shape[1]), self._planner.plan(width, every_root=True)
 
-        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(tokens: torch.Tensor, dtype: torch.dtype, shift: torch.Tensor) -> tuple[torch.Tensor, ...]:
             factor = torch.exp2(shift).to(dtype)
             # The outside scores are scaled by the tokens around the span, the inside scores by the tokens in it:
             # together as z is, so that the quotient has no scale.
-            z, above = self._engine.span(plan, tokens, factor, start, width, outer=True)
+            z, above, least = self._engine.span(plan, tokens, factor, start, width, outer=True)
             # a chart holds the topmost symbol of a chain of unary rules: the closure leads to those below it
             chained = torch.as_tensor(self._rules.chained, device=self._device)
             above[:, chained] = above[:, chained] @ torch.as_tensor(self._rules.closure, device=self._device).to(dtype)
-            below = self._engine.span(inner, tokens[:, start:stop], factor, 0, width, outer=False)[1]
-            return z, (above * below / z[:, None]).clamp(max=1)
+            _, below, least_below = self._engine.span(inner, tokens[:, start:stop], factor, 0, width, outer=False)
+            return z, (above * below / z[:, None]).clamp(max=1), torch.minimum(least, least_below)
 
         return self._robust(plan, tokens, run)
 
@@ -216,18 +224,21 @@ class InsideOutside:
         """Return `run`'s second result and the log-probabilities, from the narrowest numbers that hold each row.
 
         `run(tokens, dtype, shift)` works with leaves multiplied by 2^shift, by row, and returns the scaled probability
-        of each row and a result that does not depend on the scale.
+        of each row, a result that does not depend on the scale, and the least number above 0 in the row's charts.
         """
         dtype = dtype or self._dtype
         shift = self._calibrated(plan, tokens, dtype)
-        z, result = run(tokens, dtype, shift)
+        z, result, least = run(tokens, dtype, shift)
         log_z = z.double().log() - self._log_scale(tokens, shift)
-        all_poor = torch.nonzero(~(_within(z, dtype) & _finite(result))).flatten()
+        is_rich = _within(z, dtype) & _finite(result)
+        if dtype == torch.float32:
+            is_rich &= least >= self._lossless
+        all_poor = torch.nonzero(~is_rich).flatten()
         # Split once more: torch's charts of these rows may need more memory than the kernels' did.
         for poor in torch.split(all_poor, self._rows(plan)) if len(all_poor) else ():
             rows = tokens[poor]
             shift, possible = self._fitted(plan, rows)
-            z, again = run(rows, torch.float64, shift)
+            z, again, _ = run(rows, torch.float64, shift)
             # z fits, but numbers of a chart may not: parts of a sentence can differ by more than 1e600.
             if not bool((_finite(again) | ~possible).all()):
                 raise IsolossError(_TOO_WIDE)
@@ -303,6 +314,15 @@ class _Chart:
     sentences: int
     dtype: torch.dtype
 
+    def least(self) -> torch.Tensor:
+        """Return (n,): the least number above 0 of each sentence, at most 1."""
+        device = next(iter(self.items.values())).device if self.items else None
+        least = torch.ones(self.sentences, dtype=self.dtype, device=device)
+        for scores in self.items.values():
+            if scores.numel():
+                least = torch.minimum(least, scores.masked_fill(scores == 0, 1).flatten(0, 1).amin(dim=0))
+        return least
+
 
 @dataclass(frozen=True)
 class _Tables:
@@ -332,24 +352,26 @@ class TorchCharts:
 
     def run(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, leaves: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n,) scaled probabilities and, with `leaves`, (n, T, E) normalized outside scores of the tokens."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return probabilities, with `leaves` shares, and the least numbers, as `kernels.Kernels.run`."""
         inside = self._inside(plan, tokens, factor)
         z = self._root(plan, inside)
         if not leaves:
-            return z, z.new_zeros(len(z), 0, len(self._emitting))
+            return z, z.new_zeros(len(z), 0, len(self._emitting)), inside.least()
         outside = self._outside(plan, inside, narrowest=1)
         scores = self._by_symbol(plan, outside, 1, range(plan.length), self._emitting)
         # The sum over tokens is the product with the emissions' row sums: dividing here takes E numbers, after the
         # product with the emissions it would take V.
-        return z, scores / (scores @ self._tensor(self._total, factor.dtype)).unsqueeze(-1)
+        shares = scores * self._tensor(self._total, factor.dtype)
+        return z, shares / shares.sum(dim=-1, keepdim=True), torch.minimum(inside.least(), outside.least())
 
     def prefixes(self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n, T, E) normalized outside scores given the tokens before each, and (n, T) their scaled mass."""
+        """Return (n, T, E) shares of the symbols given the tokens before each, and (n, T) the scaled mass of all."""
         outside = self._given_left(plan, tokens, factor, narrowest=1)
         scores = self._by_symbol(plan, outside, 1, range(plan.length), self._emitting)[:, : tokens.shape[1]]
-        mass = scores @ self._tensor(self._total, factor.dtype)
-        return scores / mass.unsqueeze(-1), mass
+        shares = scores * self._tensor(self._total, factor.dtype)
+        mass = shares.sum(dim=-1)
+        return shares / mass.unsqueeze(-1), mass
 
     def above_span(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int
@@ -370,11 +392,12 @@ class TorchCharts:
 
     def span(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n,) scaled probabilities and (n, S) scores of the symbols over one span, 0 where a chart has none."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return probabilities, scores of the symbols over one span and least numbers, as `kernels.Kernels.span`."""
         inside = self._inside(plan, tokens, factor)
         chart = self._outside(plan, inside, narrowest=width) if outer else inside
-        return self._root(plan, inside), self._by_symbol(plan, chart, width, range(start, start + 1))[:, 0]
+        scores = self._by_symbol(plan, chart, width, range(start, start + 1))[:, 0]
+        return self._root(plan, inside), scores, torch.minimum(inside.least(), chart.least())
 
     def possible(self, plan: Plan, tokens: torch.Tensor) -> torch.Tensor:
         """Return (n,) bool: whether a root of the plan yields each sentence, decided without underflow."""

@@ -88,29 +88,31 @@ class Kernels:
 
     def run(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, *, leaves: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n,) scaled probabilities and, with `leaves`, (n, T, E) normalized outside scores of the tokens.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (n,) scaled probabilities, with `leaves` (n, T, E) shares of the symbols at each position, and least.
 
-        Leaves are multiplied by `factor` (n,), in whose dtype all is computed.
+        Leaves are multiplied by `factor` (n,), in whose dtype all is computed. The third result, (n,), is the least
+        number above 0 in the charts of each sentence.
         """
         n, length = tokens.shape
-        z = torch.zeros(n, dtype=factor.dtype)
+        z, least = torch.zeros(n, dtype=factor.dtype), torch.ones(n, dtype=factor.dtype)
         scores = torch.zeros(n, length if leaves else 0, self._emitting, dtype=factor.dtype)
         mass = np.empty(scores.shape[:2], dtype=scores.numpy().dtype)
         flat = self._flat(plan)
         if flat is not None:
             total = self._in(z.numpy().dtype).total
             for first, inside, outside in self._charts(flat, tokens, factor, narrowest=1 if leaves else None):
+                least[first : first + inside.shape[1]] = _least(inside, outside)[: n - first]
                 z[first : first + inside.shape[1]] = torch.from_numpy(inside[flat.root, : n - first])
                 if leaves:
                     write_scores(scores.numpy(), mass, outside, first, flat.leaves, total, self._score_of)
-        return z, scores
+        return z, scores, least
 
     def prefixes(self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n, T, E) outside scores of the tokens given those before them alone, and (n, T) their mass.
+        """Return (n, T, E) shares of the symbols given the tokens before each alone, and (n, T) the mass of all.
 
-        The plan may be of more tokens than T: nothing is known of the others. The scores are normalized; the mass is
-        what they gave to all tokens, scaled by the tokens before. The roots are those of the plan: a sentence ends
+        The plan may be of more tokens than T: nothing is known of the others. The mass is what the outside scores give
+        to all tokens, scaled by the tokens before. The roots are those of the plan: a sentence ends
         after any of them. Leaves are multiplied by `factor` (n,), in whose dtype all is computed.
         """
         numbers = (np.ascontiguousarray(tokens.numpy()), factor.numpy())
@@ -151,23 +153,24 @@ class Kernels:
 
     def span(
         self, plan: Plan, tokens: torch.Tensor, factor: torch.Tensor, start: int, width: int, *, outer: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (n,) scaled probabilities and (n, S) scores of the symbols over one span, 0 where a chart has none.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (n,) scaled probabilities, (n, S) scores of the symbols over one span, and (n,) as `run` does.
 
-        The scores are the outside ones with `outer`, else the inside ones. The probabilities are 0 where every symbol
-        of the plan is a root.
+        The scores are the outside ones with `outer`, else the inside ones, and 0 where a chart has none. The
+        probabilities are 0 where every symbol of the plan is a root.
         """
-        z = torch.zeros(len(tokens), dtype=factor.dtype)
+        z, least = torch.zeros(len(tokens), dtype=factor.dtype), torch.ones(len(tokens), dtype=factor.dtype)
         scores = np.zeros((len(tokens), len(self._planner.group_of)), dtype=z.numpy().dtype)
         flat = self._flat(plan)
         if flat is not None:
             symbols, rows = self._rows(plan, flat, start, width)
             for first, inside, outside in self._charts(flat, tokens, factor, narrowest=width if outer else None):
                 count = min(inside.shape[1], len(tokens) - first)
+                least[first : first + count] = _least(inside, outside)[:count]
                 scores[first : first + count, symbols] = (outside if outer else inside)[rows, :count].T
                 if flat.root is not None:
                     z[first : first + count] = torch.from_numpy(inside[flat.root, :count])
-        return z, torch.from_numpy(scores)
+        return z, torch.from_numpy(scores), least
 
     def _charts(
         self, flat: _FlatPlan, tokens: torch.Tensor, factor: torch.Tensor, *, narrowest: int | None
@@ -283,6 +286,15 @@ def _flat_blocks(planner: Planner) -> tuple[list[tuple[int, int]], Integers, Int
     return ranges, _table(pairs, 4), np.array(targets, dtype=np.int64), np.array(weights)
 
 
+def _least(inside: Floats, outside: Floats) -> torch.Tensor:
+    """Return the least number above 0 in each lane of two charts, which may be one."""
+    least = np.ones(inside.shape[1], inside.dtype)
+    note_least(inside, least)
+    if outside is not inside:
+        note_least(outside, least)
+    return torch.from_numpy(least)
+
+
 def _table(rows: list[Any], columns: int) -> Integers:
     return np.array(rows, dtype=np.int64).reshape(-1, columns)
 
@@ -337,6 +349,17 @@ def fill_inside(
 
 
 @_compiled
+def note_least(chart: Floats, least: Floats) -> None:
+    """Take the numbers of a chart that are above 0 into the least ones of their lanes."""
+    for row in range(len(chart)):
+        numbers = chart[row]
+        for lane in range(len(least)):
+            # Written so, it becomes vector instructions, which `min` does not.
+            number = numbers[lane] if numbers[lane] > 0 else least[lane]
+            least[lane] = number if number < least[lane] else least[lane]
+
+
+@_compiled
 def fill_outside(
     outside: Floats,
     inside: Floats,
@@ -388,7 +411,7 @@ def write_scores(
     total: Floats,
     score_of: Integers,
 ) -> None:
-    """Divide each token's outside scores by the mass that they give to all tokens, and write both by sentence."""
+    """Write each symbol's share of the mass that the outside scores of a position give to all tokens, and the mass."""
     # Normalized here, on the symbols that emit: after the product with the emissions it would be two more passes over
     # all V tokens.
     mass = np.zeros((scores.shape[1], outside.shape[1]), outside.dtype)
@@ -404,4 +427,5 @@ def write_scores(
             masses[first + lane, position] = mass[position, lane]
             inverse = 1 / mass[position, lane]
             for g in range(leaves[f, 3]):
-                scores[first + lane, position, score_of[column + g]] = outside[row + g, lane] * inverse
+                share = outside[row + g, lane] * total[column + g] * inverse
+                scores[first + lane, position, score_of[column + g]] = share
