@@ -87,14 +87,14 @@ def figure(folder: Path, file: Path) -> None:
             x=Axis(title="random rescaling of one model"),
             y=Axis(title="relative to before the rescaling", log=True),
             series=left,
-            title="Same predictions, other weights",
+            title="Same predictions, different weights",
             rule=1.0,
         ),
         Panel(
             x=Axis(title="two BERTs", ticks=(0, 1)),
             y=Axis(title="relative to the usual BERT"),
             series=right,
-            title="Same loss, other training",
+            title="Same loss, different training",
         ),
     ]
     chart = draw(panels, note="bars: 95 % intervals")

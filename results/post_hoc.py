@@ -133,7 +133,8 @@ def trend_table():
     }
     asked = [(name, outcome, DOSES) for name, outcome in outcomes.items()]
     asked += [(name, TRANSFER, arms) for name, arms in parts.items()]
-    yield ("outcome", "both draws", "95 % interval", "first draw", "second draw", "both, not adjusted")
+    studies = ("both replications", "95 % interval", "first replication", "second replication", "both, not adjusted")
+    yield ("outcome", *studies)
     for name, outcome, arms in asked:
         slopes = trends(both, outcome, arms)
         each = [with_error(*mean(trends(draw, outcome, arms))) for draw in draws]

@@ -7,7 +7,7 @@ from isoloss.lab.training.algorithms.config import SAMConfig
 from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement, Scale, Study
 
-SEEDS = {"": range(5), "-repeated": range(5, 10)}  # of the first draw, and of its repetition
+SEEDS = {"": range(5), "-repeated": range(5, 10)}  # of the first run, and of its replication
 ADAMW = OptimizerConfig(name="adamw", learning_rate=1e-3, warmup_steps=50, weight_decay=0.0)
 RECIPES = {
     "adamw": {"optimizer": ADAMW},

@@ -1,4 +1,4 @@
-"""isoloss: tell apart language models that the pre-training loss cannot.
+"""isoloss: compare language models that have the same pre-training loss.
 
 The names in `__all__` are the public ones; other modules are internal unless a page of the documentation names them.
 Each is loaded on first use, so that `import isoloss` takes no time.

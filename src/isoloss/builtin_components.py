@@ -6,7 +6,7 @@ LANGUAGES = {
         "pcfg": ("PCFGConfig", "a random layered grammar"),
         "grammar": ("GrammarConfig", "a grammar given by its rules"),
         "brackets": ("BracketsConfig", "the paper's bracket language (section 5)"),
-        "hidden-bracket": ("HiddenBracketConfig", "brackets with one hidden, and last which one it was"),
+        "hidden-bracket": ("HiddenBracketConfig", "brackets with one hidden; the last token says which"),
         "dyck": ("DyckConfig", "nested brackets of several kinds, as a grammar"),
         "hmm": ("HMMConfig", "a random block-diagonal hidden Markov model"),
         "corpus": ("CorpusConfig", "real text"),
@@ -42,7 +42,7 @@ MODELS = {
     "isoloss.lab.models.architectures": {
         "bert": ("BERT", "BERT: post-layer-norm blocks, GELU, a transform before the tied decoder"),
         "bert-pre-ln": ("PRE_LAYER_NORM_BERT", "BERT with pre-layer-norm blocks and a layer norm after the last one"),
-        "lstm": ("LSTM", "LSTM layers that read both ways, or one; a decoder tied to the token embedding"),
+        "lstm": ("LSTM", "LSTM layers, bidirectional by default; a decoder tied to the token embedding"),
         "opt": ("OPT", "OPT: pre-layer-norm blocks, ReLU, a tied decoder without bias"),
         "llama": ("LLAMA", "Llama: RMS norms, rotary positions, gated blocks, a tied decoder without bias"),
         "modernbert": ("MODERN_BERT", "ModernBERT: rotary positions, gated blocks, mostly local attention"),

@@ -60,7 +60,7 @@ class OptimizerConfig:
     name: str = "adamw"
     """Name of the optimizer (isoloss ls optimizers)."""
     learning_rate: float = setting(1e-3, above=0)
-    """The highest, at the end of the warm-up."""
+    """Peak learning rate, at the end of the warm-up."""
     schedule: Literal["constant", "linear", "cosine", "1-sqrt"] = "constant"
     """After the warm-up: constant, or a decay that reaches 0 one step after the last: 1 - r (linear),
     (1 + cos(pi r)) / 2 (cosine) or 1 - sqrt(r), with r the fraction of the decay that is done."""
@@ -202,7 +202,8 @@ class StageConfig:
     algorithm: AlgorithmConfig | None = None
     """Which gradient the optimizer gets; default: as the run has it."""
     target_kl: float | None = setting(None, above=0)
-    """End the stage once the KL to the truth on validation sentences, in nats per predicted token, is at most this."""
+    """End the stage once the KL divergence of the model from the truth on validation sentences, in nats per predicted
+    token, is at most this."""
     target_loss: float | None = setting(None, above=0)
     """The same for the loss on validation sentences, where the true conditionals are not known."""
     validate_every: int = setting(50, minimum=1)
@@ -250,7 +251,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default=OptimizerConfig())
     algorithm: AlgorithmConfig = field(default_factory=lambda: ALGORITHMS.load("gradient")())
     steps: int = setting(1000, minimum=1)
-    """Training steps; default: 1000, or those of the stages together."""
+    """Training steps; with stages, the sum of theirs."""
     batch_size: int = setting(128, minimum=1)
     """Sentences in a step."""
     num_sentences: int = setting(0, minimum=0, note="0: fresh ones at every step", omit_default=True)
@@ -291,7 +292,7 @@ class TrainConfig:
     device: str = setting("auto", exclude_from_fingerprint=True)
     """Device to train on: auto, cpu, cuda, cuda:1, mps."""
     threads: int = setting(0, minimum=0, note="0: all cores", exclude_from_fingerprint=True)
-    """CPU threads; 0: all cores."""
+    """CPU threads; 0: all cores, or one for the compiled step."""
     save_every_seconds: float = setting(60.0, minimum=0, exclude_from_fingerprint=True)
     """Seconds between two checkpoints kept only for resuming."""
 

@@ -365,7 +365,7 @@ class Run:
         the error, such that the squared standard error is the sum of the squares over n (n - 1); a trace has r more
         parts, for the sample of its control variates. For an accuracy instead `<estimate>.predictions`,
         (S, n), the class that each of S probes gives to each of n test examples, and `<estimate>.labels`, (n,). For the
-        effective dimension also `<estimate>.gram`, the upper triangle of the Gram matrix of the features.
+        participation ratio also `<estimate>.gram`, the upper triangle of the Gram matrix of the features.
 
         Raises:
             IsolossError: The file is not there, or is not the one that was written with the evaluation.

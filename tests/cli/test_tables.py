@@ -237,7 +237,7 @@ def summary():
     family = Family(claims_sha256="0a1b", loss_margin=0.01, secondary_tests=3)
     tables = (SummaryTable("checkpoints", "value ± standard error", ("run", "step"), rows),)
     cards = (card_of(better.statement, results[1]),)
-    cards = tuple(dataclasses.replace(card, detail="a; 95 %: 1.85 to 4.15") for card in cards)
+    cards = tuple(dataclasses.replace(card, detail="a; 95 % 1.85 to 4.15") for card in cards)
     return Summary(tables, results, family, "Scale smoke: no verdict is given.", cards)
 
 
@@ -247,11 +247,11 @@ def test_the_answer_is_printed_and_a_line_for_each_claim(capsys, monkeypatch):
         "Flatter?",
         "",
         "SGD improves transfer: Yes: +3.00 ± 0.50 points",
-        "    a; 95 %: 1.85 to 4.15",
+        "    a; 95 % 1.85 to 4.15",
         "",
-        "✓ sgd-flatter: shown; -7.60 ± 0.11 nats/token (95 %: -7.85 to -7.35)",
-        "✓ sgd-transfer, a: shown; +3.00 ± 0.50 points (95 %: 1.85 to 4.15)",
-        "○ sgd-transfer, b: not shown; +0.50 ± 0.50 points (95 %: -0.65 to 1.65)",
+        "✓ sgd-flatter: shown; -7.60 ± 0.11 nats/token (95 % -7.85 to -7.35)",
+        "✓ sgd-transfer, a: shown; +3.00 ± 0.50 points (95 % 1.85 to 4.15)",
+        "○ sgd-transfer, b: not shown; +0.50 ± 0.50 points (95 % -0.65 to 1.65)",
         "– adversarial: not tested",
         "Scale smoke: no verdict is given.",
     ]

@@ -44,7 +44,7 @@ def test_a_statement_has_its_number_in_the_paper(capsys, number, name):
     ("words", "fragments", "verdicts"),
     [
         (BARTLETT, ["BERT, brackets of length 2"], 4),
-        (BRACKETS, ["four on kinks       4", "not shown: Theorem 5.1 as printed"], 16),
+        (BRACKETS, ["four on kinks       4", "contradicted: Theorem 5.1 as printed"], 16),
         (
             BOTH,
             ["Theorem 3.3, two parameters: at K = 0.5, ", "Theorem 3.3, masked LM, 88 parameters: at K = 0.5, "],
@@ -57,7 +57,7 @@ def test_tables_verdicts_and_a_figure(capsys, tmp_path, monkeypatch, words, frag
     monkeypatch.setenv("COLUMNS", "80")
     text = call(capsys, *words, "--figure", str(tmp_path / "figure.svg"))
     assert all(fragment in text for fragment in fragments)
-    assert text.count("\nshown: ") + text.count("\nnot shown: ") == verdicts
+    assert sum(text.count(f"\n{verdict}: ") for verdict in ("shown", "not shown", "contradicted")) == verdicts
     assert words is BOTH or max(map(len, text.splitlines())) <= 80  # a table of sgd-flow has a longer title
     assert (tmp_path / "figure.svg").is_file()
 

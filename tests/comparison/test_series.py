@@ -127,7 +127,7 @@ def test_two_series_are_compared_where_they_have_one_loss():
 
 def test_series_of_which_neither_is_flatter_are_said_so_in_words():
     comparison = compared(run("a", [3.0, 2.0], [9.0, 16.0]) | run("b", [3.001, 2.001], [9.01, 16.01]))
-    (_, pair) = comparison.pairs_at_one_loss["b"]
+    (_, pair) = comparison.pairs_at_same_loss["b"]
     text = comparison.texts()[-1]
     assert text.startswith("There are 2 pairs at the same loss. Neither a nor b is flatter by both traces in any of ")
     one = summary([pair], "a", "b", "more inputs")
@@ -137,7 +137,7 @@ def test_series_of_which_neither_is_flatter_are_said_so_in_words():
 
 def test_series_whose_losses_never_overlap_have_no_pair():
     comparison = compared(run("a", [3.0, 2.8], [10.0, 20.0]) | run("b", [2.0, 1.8], [9.0, 16.0]))
-    assert comparison.pairs_at_one_loss == {"b": []}
+    assert comparison.pairs_at_same_loss == {"b": []}
     assert comparison.texts()[-1] == "The losses of a and b never overlap, so they have no pair at the same loss."
     assert comparison.answers()[0].answer == "No verdict: the losses never overlap"
 
@@ -175,7 +175,7 @@ def test_a_copy_counts_once_at_one_loss_and_a_shared_start_is_a_step_of_both_ser
     b["b/checkpoint-20"] = b["b/checkpoint-10"]
     comparison = compared(a | b)
     comparison.weights["b/checkpoint-20"] = "b/checkpoint-10"
-    assert [pair.first for pair in comparison.pairs_at_one_loss["b"]] == ["a at step 20"]
+    assert [pair.first for pair in comparison.pairs_at_same_loss["b"]] == ["a at step 20"]
     course = run("a", [3.0, 2.9, 2.8, 1.5, 1.4], [10.0, 11.0, 12.0, 13.0, 14.0])
     both = compared(course | {name.replace("a/", "b/"): each for name, each in course.items()})
     for name in course:

@@ -156,7 +156,7 @@ def test_the_accuracies_of_same_loss_are_those_of_the_two_draws():
 @pytest.mark.parametrize(
     ("title", "names"),
     [
-        ("Two draws on a laptop", ("paper-laptop", "paper-laptop-repeated")),
+        ("Two replications on a laptop", ("paper-laptop", "paper-laptop-repeated")),
         ("An evening", ("paper-evening",)),
         ("The first design", ("paper-evening-first-design",)),
     ],

@@ -639,8 +639,8 @@ def test_the_first_table_has_a_line_for_each_case_under_its_verdict():
     (section,) = _beside_the_paper([ClaimResult(claim=claim, answers=cases)], {claim.id: ""})
     (cell,) = re.findall(r"<b>.*</td>", section.body.replace("\N{NO-BREAK SPACE}", " "))
     assert cell.startswith(
-        "<b>shown</b><br>B -4.00 ± 0.50 points (95 %: -5.29 to -2.71)<br>C -3.00 ± 0.50 points (95 %: -4.29 to -1.71)"
-        "<br><b>not shown</b><br>A -1.00 ± 0.50 points (95 %: -2.29 to 0.29)"
+        "<b>shown</b><br>B -4.00 ± 0.50 points (95 % -5.29 to -2.71)<br>C -3.00 ± 0.50 points (95 % -4.29 to -1.71)"
+        "<br><b>not shown</b><br>A -1.00 ± 0.50 points (95 % -2.29 to 0.29)"
     )
 
 

@@ -237,8 +237,8 @@ def test_numbers_by_hand(tmp_path):
         (1, {"study": "t"}, "different studies: s and t"),
         (1, {"scale": "smoke"}, "different scales: laptop and smoke"),
         (1, {"claims_sha256": "1"}, "different claims, which"),
-        (0, {}, "both have the seed offset 0: a repetition needs a different one"),
-        (1, {"runs": {"a": "0", "b": "1"}}, "have the same run a: a repetition needs runs of its own"),
+        (0, {}, "both have the seed offset 0: a replication needs a different one"),
+        (1, {"runs": {"a": "0", "b": "1"}}, "have the same run a: a replication needs runs of its own"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, offset, other, message):

@@ -209,6 +209,6 @@ def test_one_group_has_its_values():
 
 def test_the_setup_names_the_runs_and_defines_the_words():
     told = setup(results({"a": PLAIN, "b": PLAIN}))
-    assert told.startswith("a, b, at the end of training.")
+    assert told.startswith("a and b, at the end of training.")
     assert "smaller trace is flatter" in told
     assert "minimum over all rescalings" in told

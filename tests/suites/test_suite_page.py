@@ -131,13 +131,13 @@ def test_pairs_that_are_not_known_are_told_once_for_each_reason():
     unknown = [Association(measure="trace", outcome=each, problem="too few", **about) for each in outcomes]
     others = [Association(measure="rank", outcome=each, pearson=known, p_adjusted=0.5, **about) for each in outcomes]
     assert list(_sentences(unknown)) == [
-        "At the same loss, nothing is known about 12 of 12 pairs, such as trace and outcome 0: too few."
+        "At the same loss, 12 of 12 pairs cannot be tested, such as trace and outcome 0: too few."
     ]
     assert list(_sentences(unknown[:1])) == [unknown[0].sentence()]
     *strongest, left, nothing = _sentences([*unknown, *others])
     assert strongest == [each.sentence() for each in others[:8]]
     assert left == "4 more pairs are not shown, with weaker correlations: they are on the page."
-    assert "12 of 24 pairs" in nothing
+    assert "12 of 24 pairs cannot be tested" in nothing
     document = suite_page(suite(seeds=2, steps=3, measures=1), unknown)
     assert "No correlation known in 12 of 12 pairs" in document
     assert "Measures by outcomes" not in document

@@ -1,4 +1,4 @@
-"""Linear CKA and the effective dimension: against their definitions, sentence by sentence, and known covariances."""
+"""Linear CKA and the participation ratio: against their definitions, sentence by sentence, and known covariances."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SUBCOMMANDS = {
     "expand": "a small transformer inside a larger one: the same function, and its flatness there",
     "transfer": "accuracy of models on a downstream task, by a probe or fine-tuning, and how they compare",
     "show": "what is in a run directory",
-    "study": "new, plan, run, work, status, report, verify, export or compare: a whole study",
+    "study": "new, show, plan, run, work, status, report, verify, export or compare: a whole study",
     "suite": "many checkpoints: which measure predicts which outcome at the same loss?",
     "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow, brackets",
     "doctor": "what this machine has: versions, devices, threads",
@@ -51,7 +51,7 @@ TEMPORARY_FAILURE = 75  # EX_TEMPFAIL
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 
 HELP = """\
-isoloss: tell apart language models that the pre-training loss cannot.
+isoloss: compare language models that have the same pre-training loss.
 
 examples:
   isoloss compare A B --data text.txt                which of two checkpoints is flatter, and more robust?

@@ -69,8 +69,8 @@ class Args:
     """Names of measures (isoloss ls measures lists them, isoloss ls measures NAME the settings of one); default:
     trace, and loss where it is defined."""
     preset: str | None = None
-    """The paper's settings (paper or authors) where no option sets another: the loss on 1,000,000 sentences, the trace
-    on 10,000 with 50 sampled labels each, and its probe."""
+    """The paper's settings (paper or authors); options override them. The loss is on 1,000,000 sentences, the trace on
+    10,000 with 50 sampled labels each; the probe is the paper's."""
     steps: tuple[int | Literal["last"], ...] = ()
     """Of runs: steps to measure, last for the last one; default: all that have a checkpoint."""
     data: Path | None = None
@@ -81,11 +81,12 @@ class Args:
     output: Path | None = None
     """With --data or --language: a folder for the results, as files."""
     rtol: float | None = configs.setting(None, above=0, below=1)
-    """Flatness: stop when the standard error is at most this fraction of the value. Checked after 64, 128, 256, ... of
-    what the error is over: sequences or documents, groups (hessian-trace), batches (sam-sharpness) or probes. For
+    """Flatness: stop when the standard error is at most this fraction of the value. Checked after 64, 128, 256, ...
+    samples: sequences or documents, groups (hessian-trace), batches (sam-sharpness) or probes. For
     largest-eigenvalue it is the search's accuracy, 1e-3 or better."""
     seconds: float | None = configs.setting(None, above=0)
-    """Flatness: stop after this time, if 64 of what the error is over are done, or 2 probes."""
+    """Flatness: stop after this many seconds, but not before 64 samples (sequences, documents, groups or batches), or 2
+    probes."""
     control: bool = False
     """Measure the trace, the minimal trace, and both after a random exact rescaling. The function is the same, so only
     the plain trace should change."""

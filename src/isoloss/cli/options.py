@@ -422,7 +422,8 @@ class GivenOptions(dict[str, Any]):
             texts = {word: descriptions(config).get(field, "") for word, config in configs.items()}
             text = _by_word(texts, " ", always=cls.names_configs and configs.keys() != everybody)
             told = {word: value for word, default in defaults.items() if (value := _shown(default)) is not None}
-            return f"{text} (default: {_by_word(told, ', ')})" if told and not is_flag else text
+            own = _by_word(told, ", ", always=told.keys() != configs.keys())  # the others' texts say theirs
+            return f"{text} (default: {own})" if told and not is_flag else text
 
         is_flag = hint is bool and not any(defaults.values())
         _add(parser, name, hint, False if is_flag else None, help_of if describes else None, shown)

@@ -50,8 +50,8 @@ class Args:
     states: bool = False
     """For a hidden Markov model: also give the states that each sentence was drawn through."""
     conditionals: int | None = configs.setting(None, minimum=0, note="0: none")
-    """How many tokens of the first sentence to mask, one at a time, and list the likeliest tokens for; default: 3, or 1
-    for a causal model."""
+    """How many tokens of the first sentence to mask, one at a time; the likeliest tokens are listed for each; default:
+    3, or 1 for a causal model."""
     entropy_sentences: int | None = configs.setting(None, minimum=0, note="0: none")
     """Sentences to estimate the entropy on (0: leave it out); default: 2000; 0 for a causal model and for a grammar of
     over 5,000 rules, which are slow."""

@@ -44,9 +44,9 @@ EXAMPLES = [
     ("isoloss study new mine --checkpoints A B --data text.txt", "one that compares checkpoints trained elsewhere"),
     ("isoloss study status same-loss --scale laptop", "which units are done, which have started"),
     ("isoloss study verify same-loss --scale laptop", "check every file against what it was made from"),
-    ("isoloss study run brackets --seed-offset 1", "a repetition with other seeds, in a folder of its own"),
+    ("isoloss study run brackets --seed-offset 1", "a replication with other seeds, in a folder of its own"),
     ("isoloss study export brackets --output results/a", "the results of a finished study, in one small folder"),
-    ("isoloss study compare results/a results/b", "compare a study with its repetition"),
+    ("isoloss study compare results/a results/b", "compare a study with its replication"),
 ]
 
 EXECUTOR_PACKAGES = {"ray": "ray", "slurm": "submitit"}
@@ -325,7 +325,7 @@ class _Report(_Command):
 
 @dataclass(frozen=True, kw_only=True)
 class _Verify(_Command):
-    """Check every file of a study against what it was made from; the status is 1 where one is not what it should be."""
+    """Check every file of a study against what it was made from; exit status 1 if a file is wrong."""
 
     def run(self) -> int:
         folder = _begun(self)
@@ -354,7 +354,7 @@ class _Export(_Command):
     output: Path
     """Folder for the results. An earlier one of the same study is replaced."""
     formats: tuple[Literal["csv", "parquet", "markdown", "latex"], ...] = ("csv", "parquet", "markdown", "latex")
-    """Which files of values (csv, parquet) and of tables (markdown, latex) to write; default: all."""
+    """Which files of values (csv, parquet) and of tables (markdown, latex) to write."""
 
     def run(self) -> int:
         from isoloss.studies.export import export

@@ -57,7 +57,7 @@ class Args:
     default: the language of the checkpoints' runs, or else python:docs."""
     measures: tuple[str, ...] = ()
     """Names of measures (isoloss ls measures); default: trace, minimal trace, the rises of the loss with 4-bit weights
-    and under noise, and effective rank and dimension. The loss is always measured."""
+    and under noise, and effective rank and participation ratio. The loss is always measured."""
     outcomes: tuple[str, ...] = ()
     """What to predict: measures such as probe-sst2 or lm-eval-TASK, or imported outcomes; default: the rises."""
     cluster: str = ""
@@ -251,8 +251,8 @@ def _sentences(answers: Sequence[Association]) -> Iterator[str]:
         yield f"{len(known) - count} more pairs are not shown, with weaker correlations: they are on the page."
     for problem in dict.fromkeys(each.problem for each in answers if each.problem):
         first, *more = [each for each in answers if each.problem == problem]
-        many = f"{1 + len(more)} of {len(answers)} pairs, such as {first.measure} and {first.outcome}"
-        yield f"At the same loss, nothing is known about {many}: {problem}." if more else first.sentence()
+        many = f"{1 + len(more)} of {len(answers)} pairs cannot be tested, such as {first.measure} and {first.outcome}"
+        yield f"At the same loss, {many}: {problem}." if more else first.sentence()
 
 
 def _plan(folder: SuiteFolder, args: Any) -> int:

@@ -31,7 +31,7 @@ EXAMPLES = [
     ("isoloss train runs/first --language pcfg-laptop --size d32 --steps 2000", "a small BERT on a random grammar"),
     (
         "isoloss train runs/equal --language pcfg-laptop --size d32 --steps 20000 --target-kl 0.05",
-        "until the KL to the truth is 0.05 nats per predicted token, in at most 20,000 steps",
+        "until the KL divergence of the model from the truth is 0.05 nats per predicted token, in at most 20,000 steps",
     ),
     ("isoloss train runs/heads --language pcfg-laptop --size d64 --heads 4 --layers 2", "a size with another shape"),
     (
@@ -48,7 +48,7 @@ EXAMPLES = [
     ),
     (
         "isoloss train runs/paper --preset paper --language pcfg-paper --size d512",
-        "the paper's settings, for what no option gives",
+        "the paper's settings; options override them",
     ),
     ("isoloss train runs/again --config run.toml", "from a file, which may have stages; --print-config writes one"),
     (
@@ -112,11 +112,11 @@ class Args:
     run: options.Positional[Path]
     """The run directory."""
     config: Path | None = None
-    """A TOML file with the whole config; of the options below, only those that decide no result may be added."""
+    """A TOML file with the whole config; only options that do not affect results may be combined with it."""
     language: str | None = None
     """A preset (isoloss ls languages), a stored language, grammar or .toml file; with --tokenizer, text or hf:NAME."""
     preset: str | None = None
-    """Settings of the paper (paper) or of its authors' published command (authors), for what no option gives."""
+    """Settings of the paper (paper) or of its authors' published command (authors); options override them."""
     frame: Literal["none", "cls-sep"] | None = None
     """Put [CLS] before and [SEP] after each sentence of a synthetic language; default: none, or the preset's."""
     objective: Literal["masked", "causal"] | None = None

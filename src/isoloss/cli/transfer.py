@@ -100,8 +100,8 @@ class Args:
     method: Literal["probe", "lookup", "finetune"] = "probe"
     """A probe on the model's token states, one on the true conditionals, or training all weights."""
     preset: str | None = None
-    """Settings of the paper (paper or authors), for what no option gives: its probe or fine-tuning, its number of
-    training sentences, and what its tasks A, B and C stand for."""
+    """The paper's settings (paper or authors); options override them. They are of its probe and fine-tuning, the number
+    of training sentences, and what the tasks A, B and C stand for."""
     num_train: int | None = setting(None, minimum=1)
     """Training examples; default: 4096 sentences of a language, all of a text."""
     num_test: int | None = setting(None, minimum=1)

@@ -157,7 +157,7 @@ class ModelComparison(TraceComparison):
         return {short[run]: series for run, series in zip(runs, found.values(), strict=True)}
 
     @functools.cached_property
-    def pairs_at_one_loss(self) -> dict[str, list[Pair]]:
+    def pairs_at_same_loss(self) -> dict[str, list[Pair]]:
         """For each series but the first, by its name, the pairs with the first series."""
         if len(self.series) < 2:
             return {}
@@ -209,7 +209,7 @@ class ModelComparison(TraceComparison):
             moved, detail = self._moves(series, name)
             question = f"{title[0].upper()}{title[1:]}?"
             answers.append(Answer(question=question, answer=f"It {moved}", detail=detail, holds=None))
-        for other, found in self.pairs_at_one_loss.items():
+        for other, found in self.pairs_at_same_loss.items():
             answer, detail, flattest = "No verdict: the losses never overlap", "", None
             if found:
                 last = found[-1]
@@ -254,12 +254,12 @@ class ModelComparison(TraceComparison):
                 texts += jumps(self, series, self.short)
         texts += copies_in_words(self, self.short).values()
         first = next(iter(self.series))
-        for other, found in self.pairs_at_one_loss.items():
+        for other, found in self.pairs_at_same_loss.items():
             if found:
                 texts.append(summary(found, first, other, more))
                 continue
             texts.append(f"The losses of {first} and {other} never overlap, so they have no pair at the same loss.")
-        if any(self.pairs_at_one_loss.values()) and len(self.titles) > len(self.traces) + 1:
+        if any(self.pairs_at_same_loss.values()) and len(self.titles) > len(self.traces) + 1:
             texts.append("Only traces are compared at the same loss; other measures are at each checkpoint's own loss.")
         return texts
 
@@ -468,8 +468,8 @@ class ModelComparison(TraceComparison):
                 },
                 "verdict": dataclasses.asdict(pair.comparison.verdict()),
             }
-            for found in self.pairs_at_one_loss.values()
+            for found in self.pairs_at_same_loss.values()
             for pair in found
         ]
-        of_series = {"series": self.series, "pairs_at_one_loss": at_one_loss} if self.series else {}
+        of_series = {"series": self.series, "pairs_at_same_loss": at_one_loss} if self.series else {}
         return {**about, **super().to_dict(), **judged, **answers, **of_series}

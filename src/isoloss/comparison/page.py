@@ -111,7 +111,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
     panels = []
     for column in (column for column in shown if column.name in comparison.traces):
         drawn = []
-        for other, found in comparison.pairs_at_one_loss.items():
+        for other, found in comparison.pairs_at_same_loss.items():
             for pair in found:
                 ratio, (low, high) = pair.comparison.ratio(column.name, *pair.names)
                 text = f"{times_in_words(ratio, (low, high))} {first}'s ({pair.first}, {pair.second})"

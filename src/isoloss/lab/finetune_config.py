@@ -25,6 +25,8 @@ class FinetuneConfig(OptimizerConfig):
     warmup_steps: int | None = setting(None, minimum=0)
     """Steps in which the learning rate rises from 0; default: 200, or 6 % of the steps where these are fewer."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """After the warm-up: constant, or a decay that reaches 0 one step after the last: 1 - r (linear) or
+    (1 + cos(pi r)) / 2 (cosine), with r the fraction of the decay that is done."""
     betas: tuple[float, float] = setting((0.9, 0.999), minimum=0, below=1)
     max_grad_norm: float | None = setting(1.0, above=0, below=math.inf)
     """Clip the gradient to this Euclidean norm."""

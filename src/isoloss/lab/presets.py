@@ -74,7 +74,8 @@ PRESETS: dict[str, Preset] = {
     # Appendix A.5, whose second beta_1 = 0.98 is beta_2; A.4 has a warm-up of 6 % instead. The rate is constant so that
     # checkpoints of different steps can be compared and continued.
     "paper": Preset(
-        description="the text's: post-layer-norm BERT, a constant rate of 1e-3 for 30,000 steps, a finite training set",
+        description="settings of the paper's text: post-layer-norm BERT, a constant rate of 1e-3 for 30,000 steps, a "
+        "finite training set",
         architecture="bert",
         optimizer=OptimizerConfig(
             learning_rate=1e-3, schedule="constant", warmup_steps=1000, weight_decay=0.01, betas=(0.9, 0.98)
@@ -85,8 +86,8 @@ PRESETS: dict[str, Preset] = {
         tasks={"A": "prefix-32", "B": "prefix-16", "C": "prefix-8"},
     ),
     "authors": Preset(
-        description="the authors' published command's: pre-layer-norm BERT, a rate of 5e-4 that falls to 0 in 25,000 "
-        "steps, five fixed masks of 15 %, [CLS] and [SEP]",
+        description="settings of the authors' published command: pre-layer-norm BERT, a rate of 5e-4 that falls to 0 "
+        "in 25,000 steps, five fixed masks of 15 %, [CLS] and [SEP]",
         architecture="bert-pre-ln",
         optimizer=OptimizerConfig(learning_rate=5e-4, schedule="linear", warmup_steps=3333, adam_eps=1e-6),
         text_warmup_steps=3333,

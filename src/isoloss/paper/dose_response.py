@@ -653,8 +653,8 @@ STUDY = Study(
         "Every arm starts from one base. The sham has a penalty of weight 0; two arms raise or lower the entropy of "
         "the features' spectrum, and so their effective rank; the helper is trained with a downstream task and shows "
         "that the probe can see a difference. The minimal trace is the trace's minimum over rescalings of the weights "
-        "that change no prediction. Effective rank (RankMe) and effective dimension (participation ratio) count the "
-        "directions of the features; CKA compares them with the true conditionals.",
+        "that change no prediction. Effective rank (RankMe) and participation ratio count the directions "
+        "of the features; CKA compares them with the true conditionals.",
         "Two tasks have a known relation to pre-training. What follows the first two tokens depends on them only "
         "through its distribution. The label of needed-2 depends on this distribution; spare-2 tells apart "
         "beginnings whose distributions are nearly equal.",

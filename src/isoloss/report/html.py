@@ -7,7 +7,7 @@ few readers need is in folded sections.
 Example:
     >>> from isoloss.report.html import IntervalRow, Section, interval_rows, page, table
     >>> from isoloss.studies import Card
-    >>> flatter = Card(label="Flatter?", value="Yes: 0.82 times the trace", detail="95 %: 0.78 to 0.86", tone="good")
+    >>> flatter = Card(label="Flatter?", value="Yes: 0.82 times the trace", detail="95 % 0.78 to 0.86", tone="good")
     >>> row = IntervalRow(label="trace", effect="-9.1", interval="-11.0 to -7.2", value=-9.1, low=-11.0, high=-7.2)
     >>> document = page(
     ...     title="Is B flatter than A?",

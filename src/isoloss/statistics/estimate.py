@@ -177,7 +177,7 @@ def rarity(estimates: Mapping[str, Estimate]) -> str:
         >>> influence = np.array([9.0] + [1.0] * 39)
         >>> e = Estimate(value=9, stderr=1, samples=40, unit="", num_predictions=40, method="", influence=influence)
         >>> rarity({"a": e})
-        'one of the samples makes up 68 % of the squared error of a: its kind is too rare for the error to be right'
+        'one of the samples makes up 68 % of the squared error of a: with so few like it, the error is unreliable'
     """
     leading = {name: _leading(estimate) for name, estimate in estimates.items() if estimate.samples >= _FEW}
     name = max(leading, key=leading.__getitem__, default="")
@@ -185,8 +185,8 @@ def rarity(estimates: Mapping[str, Estimate]) -> str:
         return ""
     samples = next((e.details["clusters"] for e in estimates.values() if "clusters" in e.details), "samples")
     return (
-        f"one of the {samples} makes up {100 * leading[name]:.0f} % of the squared error{name and f' of {name}'}: its "
-        "kind is too rare for the error to be right"
+        f"one of the {samples} makes up {100 * leading[name]:.0f} % of the squared error{name and f' of {name}'}: "
+        "with so few like it, the error is unreliable"
     )
 
 

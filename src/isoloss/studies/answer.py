@@ -47,7 +47,7 @@ _ALPHA = 0.05
 _CHECKS = GATES[:-1]  # what the primary claim waits for
 _TITLES = {
     **{"kl": "KL to the truth", "loss": "loss", "trace": "trace", "minimal-trace": "minimal trace"},
-    **{"effective-rank": "effective rank", "effective-dimension": "effective dimension", "cka-truth": "CKA to truth"},
+    **{"effective-rank": "effective rank", "effective-dimension": "participation ratio", "cka-truth": "CKA to truth"},
 }
 
 
@@ -59,7 +59,7 @@ def format_difference(difference: Estimate) -> str:
 
 def detail(difference: Estimate) -> str:
     """Return the 95 % interval of a difference; of an exact one, that it is exact."""
-    return f"95 %: {interval(difference)}" if difference.stderr > 0 else "exact"
+    return f"95 % {interval(difference)}" if difference.stderr > 0 else "exact"
 
 
 def _unit(estimate: Estimate) -> str:
@@ -377,10 +377,11 @@ def setup(results: Results) -> str:
     """Return a sentence or two on what was measured, which define the words that the page uses."""
     comparison = Comparison(results)
     names = list(comparison.groups)
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    shown = [*names[:4], f"{len(names) - 4} more"] if len(names) > 4 else names
+    listed = " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
     on = {e.config.measured_on for e in results.experiments.values() if isinstance(e.config, ExternalCheckpoint)}
     where = f"measured on {' and '.join(sorted(on))}" if on else "at the end of training"
-    words, keys = [f"{shown}, {where}."], results.keys
+    words, keys = [f"{listed}, {where}."], results.keys
     if "kl" in keys:
         words.append("The KL to the truth is the loss above its smallest possible value.")
     if "trace" in keys:

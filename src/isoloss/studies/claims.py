@@ -617,7 +617,10 @@ def judge_claims(
             )
         answers = [one for each in by_function[claim.of] for one in answer(asked, each, keys, margin=margin)]
         if not answers:
-            none, why = "The study has no pair of models with this measurement.", "there are no such models"
+            none, why = (
+                "The study has no pair of models with this measurement.",
+                "there are no such models at this scale",
+            )
             answers = [Answer(case="", numbers={}, verdict=Verdict.NOT_TESTED, explanation=none, withheld=why)]
         roles: list[Role] = [claim.role if claim.case in ("", each.case) else "secondary" for each in answers]
         in_roles = (dataclasses.replace(each, role=role) for each, role in zip(answers, roles, strict=True))

@@ -50,7 +50,7 @@ class StudyFolder:
         seed_offset: Not 0: the study with other seeds.
 
     Raises:
-        IsolossError: There is no such scale, or it has no repetitions.
+        IsolossError: There is no such scale, or it has no replications.
     """
 
     def __init__(self, study: Study, path: Path, scale: str | None = None, seed_offset: int = 0) -> None:

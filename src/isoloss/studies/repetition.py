@@ -1,4 +1,4 @@
-"""Comparison of a study with its repetition on other seeds."""
+"""Comparison of a study with its replication on other seeds."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def compare(first: Path, second: Path) -> Repetition:
         raise IsolossError(f"{first} and {second} are results of different claims, which cannot be compared")
     if ours["seed_offset"] == theirs["seed_offset"]:
         raise IsolossError(
-            f"{first} and {second} both have the seed offset {ours['seed_offset']}: a repetition needs a different one"
+            f"{first} and {second} both have the seed offset {ours['seed_offset']}: a replication needs a different one"
         )
     # two exports with a common run are not independent, as the error of the difference assumes
     if shared := ours["runs"].items() & theirs["runs"].items():
         name = min(shared)[0]
-        raise IsolossError(f"{first} and {second} have the same run {name}: a repetition needs runs of its own")
+        raise IsolossError(f"{first} and {second} have the same run {name}: a replication needs runs of its own")
     a, b = (files.read_json(path / SUMMARY) for path in (first, second))
     pairs = [*_claims(a, b), *_cells(a, b)]
     differences = [
@@ -179,7 +179,7 @@ def _cells(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[_Pai
             for table, rows in tables_in(summary).items()
             for row in rows
             for key, entry in row["estimates"].items()
-            # an error over examples leaves out the seeds, in which a repetition differs: its interval would miss far
+            # an error over examples leaves out the seeds, in which a replication differs: its interval would miss far
             # too often
             if entry["method"] == OVER_SEEDS or "labels" in entry["details"]
         }

@@ -114,7 +114,7 @@ class Study:
         """Return the scale called `name`, by default the first; with other seeds if `seed_offset` is not 0.
 
         Raises:
-            IsolossError: There is no such scale, or it has no repetitions.
+            IsolossError: There is no such scale, or it has no replications.
         """
         chosen = next(iter(self.scales)) if name is None else name
         if chosen not in self.scales:

@@ -95,18 +95,18 @@ def linear_cka(first: ArrayLike, second: ArrayLike) -> Estimate:
 
 
 def effective_dimension(gram: ArrayLike) -> Estimate:
-    r"""Return the effective dimension of features, the participation ratio of their covariance S: tr(S)^2 / tr(S^2).
+    r"""Return the participation ratio of features with covariance S, a number of dimensions: tr(S)^2 / tr(S^2).
 
     With eigenvalues v of S this is `(sum v)^2 / sum v^2`: d for d equal eigenvalues, 1 for a single one. Both parts are
     estimated without bias, by averages over four different sentences (U-statistics). The ratio of the same traces of
     the Gram matrix, which has at most n - 1 nonzero eigenvalues, is too small for n sentences unless n is far above
-    the effective dimension.
+    the participation ratio.
 
     Args:
         gram: (n, n) inner products of the features of n sentences, centered or not.
 
     Returns:
-        The effective dimension, with the standard error over the draw of the sentences by the jackknife.
+        The participation ratio, with the standard error over the draw of the sentences by the jackknife.
 
     Raises:
         IsolossError: As for `linear_cka`.

@@ -116,6 +116,7 @@ def test_descent_moves_the_attention_too_and_ends_at_the_bound():
 def test_everything_that_is_true_is_shown(found):
     shown = verdicts(found)
     assert [place for place, value in enumerate(shown) if not value] == sorted(NEGATIVE)
+    assert all(judge(found)[place].verdict == "contradicted" for place in NEGATIVE)
     assert len(shown) == 16
 
 
@@ -194,7 +195,7 @@ def test_a_matrix_without_full_rank_is_not_shown(found):
     [(2, "solutions", {"trace": 1.0}), (7, "solutions", {"uneven": 0.0}), (15, "widths", {"norm": 0.5})],
 )
 def test_the_negative_verdicts_can_turn(found, place, table, changes):
-    assert verdicts(spoil(found, table, lambda row: True, **changes))[place]
+    assert judge(spoil(found, table, lambda row: True, **changes))[place].verdict == "shown"
     few = dataclasses.replace(found, heads=tuple(dataclasses.replace(row, failures=row.claimed) for row in found.heads))
     assert verdicts(few)[11:13] == [True, False]
 

@@ -1,4 +1,4 @@
-"""The paper's pre-training inputs as a language: balanced brackets, one of them hidden, and last which one it was.
+"""The paper's pre-training inputs as a language: balanced brackets, one of them hidden; the last token says which.
 
 Shapes: n sentences of T + 1 tokens: a context of T, then the answer.
 """

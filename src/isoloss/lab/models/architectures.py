@@ -444,7 +444,7 @@ class _ModernBERT(_Gated):
 
 
 class _LSTM(Architecture):
-    """Layers that read both ways, or one, with dropout between them; the decoder's weight is the token embedding.
+    """Bidirectional layers, or causal ones, with dropout between them; the decoder's weight is the token embedding.
 
     The paper (appendix A.4) names widths and numbers of layers; that both sides are read, it leaves unsaid.
     """

@@ -661,6 +661,7 @@ def _on_traces(result: Result) -> list[Statement]:
             evidence=f"m = {example.width} with two neurons has {example.flatness.trace:.4g} at T = {example.length}, "
             f"where sqrt(4/T) is {math.sqrt(4 / example.length):.4g}; the lowest has {lowest:.4g} of that",
             shown=lowest >= 1 - EXACT,
+            contradicted=lowest < 1 - EXACT,
         ),
         Statement(
             text="Lemma G.1, corrected: the trace is at least 4 / (m sqrt(T)); two neurons reach it at every width.",
@@ -709,8 +710,9 @@ def _on_conditions(result: Result) -> list[Statement]:
             evidence=f"four neurons obey them, to {obeyed:.1e}, and reach the bound at zero loss with "
             f"{100 * away:.0f} % of these coordinates' weight uneven; each input lies on a kink, and counting "
             f">= 0 their trace is {closed:.3g} times the bound",
-            # one solution that obeys the conditions and is uneven refutes the lemma
-            shown=obeyed > EXACT or away <= DESCENT_ALLOWED,
+            # one solution that obeys the conditions and is uneven contradicts the lemma
+            shown=not (obeyed <= EXACT and away > DESCENT_ALLOWED),
+            contradicted=obeyed <= EXACT and away > DESCENT_ALLOWED,
         ),
         Statement(
             text="Lemma G.3, corrected: where no input lies on a kink, so that the Hessian exists, all neurons lie "
@@ -752,6 +754,7 @@ def _downstream(result: Result) -> list[Statement]:
             f"{clearest.claimed:.3g}; {len(above)} of {len(two)} frequencies lie above it by more than {ERRORS:g} "
             "standard errors",
             shown=not above,
+            contradicted=bool(above),
         ),
         Statement(
             text="Theorem 5.1, corrected: it fails with probability 2 ((1 + p) / 2)^n - p^n, p = C(T, T/2) / 2^T the "
@@ -789,6 +792,7 @@ def _on_width(result: Result) -> list[Statement]:
             f"only |u|^2 / (m T^2) stays bounded: {', '.join(each)}",
             # |f| = 1 and E relu(v h)^2 = 1/2 need |u|^2 >= 2m, by Cauchy and Schwarz
             shown=floor < 2,
+            contradicted=floor >= 2,
         ),
     ]
 

@@ -530,7 +530,8 @@ def frontier(
     frontier_level: Annotated[
         int,
         setting(minimum=-1, omit_default=True),
-        "frontier, of a model on a random grammar: the level whose rules the other grammar has drawn anew.",
+        "frontier, of a model on a random grammar: the level whose rules the other grammar has drawn anew; -1: none, "
+        "use --frontier-with.",
     ] = -1,
     frontier_gain: Annotated[
         float, setting(above=0), "frontier: the gain on the other text at which the forgetting is given, in nats."
@@ -594,7 +595,7 @@ def directional_sharpness(
 
 
 def critical_sharpness(model: Any, batches: Any, *, causal: bool | None = None) -> Estimate:
-    """Twice the inverse of the smallest step along the negative gradient at which the loss rises."""
+    """2 / s for the smallest step s along the negative gradient at which the loss is back at its initial value."""
     return flatness.critical_sharpness(model, batches, causal=causal)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(SequenceMeasure):
-    """Loss per predicted token: entropy of the true conditionals + KL to them; without these, cross-entropy."""
+    """Loss per predicted token: entropy of the true conditionals + KL of the model from them; else cross-entropy."""
 
     num_sequences: int = setting(SequenceMeasure.num_sequences, minimum=2, exclude_from_fingerprint=True)
     """Sequences to measure on, at most."""

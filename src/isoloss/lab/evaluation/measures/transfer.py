@@ -589,7 +589,7 @@ def unembedding_rank(model: Any) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Features(SeededMeasure):
-    """Effective rank and dimension of the last hidden states, and their CKA with the truth; keeps their Gram matrix."""
+    """Effective rank and participation ratio of the last hidden states, CKA with the truth; keeps their Gram matrix."""
 
     feature_sentences: int | Literal["all"] = setting(256, minimum=5)
     """Sentences whose features are compared; for text, held-out sequences at most; all: every sentence of the language,

@@ -1,4 +1,4 @@
-"""The recursions of a hidden Markov model on the CPU: kernels compiled once for all models, many sentences abreast.
+"""The recursions of a hidden Markov model on the CPU: kernels compiled once for all models, many sentences at a time.
 
 A chart is (states, lanes): every inner loop runs over sentences, whose numbers no other sentence touches, in an order
 that is the same for all of them: results depend on neither chunks nor threads. Rows of charts, and rows and columns of

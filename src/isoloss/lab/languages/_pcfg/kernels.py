@@ -1,4 +1,4 @@
-"""Inside and outside scores on the CPU: kernels compiled once for all grammars and lengths, 128 sentences abreast.
+"""Inside and outside scores on the CPU: kernels compiled once for all grammars and lengths, 128 sentences at a time.
 
 A plan is handed over as integer arrays. A chart is (rows, 128): a row is one symbol of one span, and every inner loop
 runs over sentences, whose numbers no other sentence touches: results depend on neither chunks nor threads.

@@ -28,7 +28,7 @@ class SAMConfig(AlgorithmConfig):
     algorithm: ClassVar[str] = "isoloss.lab.training.algorithms.sam:SAM"
     kind: Literal["sam"] = "sam"
     rho: float = setting(0.05, above=0)
-    """Radius: the distance to that point."""
+    """Radius: the distance from the weights to the point whose gradient is used."""
     batch: Literal["halves", "same"] = "halves"
     """One half of the batch ascends and the other descends, or all of it does both."""
     ascent: Literal["shared", "per-process"] = "shared"
@@ -90,15 +90,15 @@ class FisherPenaltyConfig(AlgorithmConfig):
     algorithm: ClassVar[str] = "isoloss.lab.training.algorithms.fisher_penalty:FisherPenalty"
     kind: Literal["fisher-penalty"] = "fisher-penalty"
     weight: float = 1e-3
-    """Weight of the trace in the objective: above 0 for a flatter model, below 0 for a sharper one; 0: a sham, which
-    estimates the trace and trains on the loss alone."""
+    """Weight of the trace in the objective: above 0 for a flatter model, below 0 for a sharper one; 0: a sham (a
+    placebo), which estimates the trace and trains on the loss alone."""
     logarithm: bool = setting(False, omit_default=True)
     """Take the logarithm of the estimate: the term then does not depend on the trace's scale, and a weight below 0 does
     not raise the trace without end."""
     sentences: int = setting(16, minimum=1)
     """Sentences at the start of each batch that the trace is estimated on."""
     parameters: tuple[str, ...] = setting(("*",), omit_default=True)
-    """Patterns of the names of the parameters whose trace is penalized, e.g. *.attention.*; default: all."""
+    """Patterns of the names of the parameters whose trace is penalized, e.g. *.attention.*."""
 
     def check_fields(self) -> None:
         """Refuse a weight that is not finite, and no patterns."""
