@@ -14,8 +14,8 @@ KNOWN = {
     "loss and rise of a GPT-2": {
         "int4 value": 0.008854927562006908,
         "int4 stderr": 0.0019445681966340056,
-        "int4_loss value": 6.866990116274667,
-        "int4_loss stderr": 0.01650640409517465,
+        "int4-loss value": 6.866990116274667,
+        "int4-loss stderr": 0.01650640409517465,
     },
     "conditionals of a grammar": {"masked": 0.4941807671907656, "next": 0.4939808023950233},
     "conditionals of an HMM": {"masked": 0.47556372536390923, "next": 0.47563386418461195},
