@@ -9,11 +9,12 @@ from known_claims import answers, claim, contrast, results_of
 from scipy import stats
 
 from isoloss.errors import IsolossError
-from isoloss.report.html import Card
+from isoloss.report.html import Card, interval_rows
 from isoloss.statistics.clusters import adjusted_to_loss, cluster_mean
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, number
 from isoloss.statistics.power import paired_power
 from isoloss.statistics.significance import holm
+from isoloss.studies.answer import card_of, claim_rows
 from isoloss.studies.claims import Answer, ClaimResult, Verdict, p_value
 from isoloss.studies.summary import Family, Summary, claim_table, explanations
 
@@ -89,8 +90,8 @@ def test_models_of_another_loss_are_not_tested_and_their_numbers_are_given():
     assert gate.difference.value == pytest.approx(0.02 + NOISE[3].mean() / 1000)
     end = gate.difference.value + stats.t.ppf(0.95, 5) * gate.difference.stderr
     assert gate.smallest_margin == pytest.approx(end)
-    for number in (f"{gate.difference}", "90 % interval", "smallest margin 0.02128", "p = 1"):
-        assert number in found[0].explanation
+    for words in (f"{gate.difference}", "90 % interval", "smallest margin 0.02128", "p = 1"):
+        assert words in found[0].explanation
     # a wider margin lets them through, and a claim about the loss itself is always tested
     wide = answers(FOUR[:1], contrast(MOVES[:1], 0.02, clusters=GRAMMARS), loss_margin=0.05)
     assert wide[0].verdict is Verdict.SHOWN
@@ -101,6 +102,36 @@ def test_models_of_another_loss_are_not_tested_and_their_numbers_are_given():
     assert second.same_loss is None
     # the other test counts, though it could not be made
     assert second.p_adjusted == min(1.0, 2 * second.p_value)
+
+
+def test_the_page_has_the_test_of_equal_loss_beside_the_verdict():
+    losses = 0.004 + NOISE[3] / 1000
+    wide, narrow = contrast(MOVES[:1], losses, clusters=GRAMMARS), contrast(MOVES[:1], 5 * losses, clusters=GRAMMARS)
+    (same,), (other,) = (results_of([claim(0, statement="It does.")], one) for one in (wide, narrow))
+    first, second = same.answer().same_loss, other.answer().same_loss
+    assert (first.shown, second.shown) == (True, False)
+    told = f"loss: +{number(first.difference)} nats/token, within ± 0.01: shown"
+    assert card_of("Does it?", same).detail.endswith(f"; {told}")
+    assert "within ± 0.01: shown" not in card_of("Does it?", other).detail
+    # two claims, with two cases of one contrast each
+    cases = {"a": "m0", "b": "m1"}
+    both = results_of([claim(0, measures=cases), claim(1, measures=cases)], contrast(MOVES[:2], losses))
+    assert [row.label for row in claim_rows(both)] == ["loss", "a", "b"] * 2
+    ends = [first.difference.value + t * first.difference.stderr for t in stats.t.ppf([0.05, 0.95], 5)]
+    for result, gate, verdict in ((same, first, "within"), (other, second, "not shown to be within")):
+        loss, row = claim_rows([result])
+        assert (loss.group, loss.effect) == (row.group, f"+{number(gate.difference)} nats/token")
+        assert loss.verdict == f"{verdict} ± 0.01" + ": shown" * gate.shown
+        page = interval_rows(claim_rows([result]))
+        assert loss.verdict in page
+        assert loss.interval in page
+    low, high = map(float, claim_rows([same])[0].interval.removeprefix("90 %: ").split(" to "))
+    assert [low, high] == pytest.approx(ends, abs=first.difference.stderr / 10)
+    # no test is shown where none decides
+    unneeded = contrast(MOVES[:1], losses, clusters=GRAMMARS, needs_same_loss=False)
+    for result in (*results_of([claim(0)], unneeded), *results_of([claim(0)], wide, has_verdicts=False)):
+        assert [row.label for row in claim_rows([result])] == ["m0"]
+        assert "loss" not in card_of("Does it?", result).detail
 
 
 def test_the_adjusted_difference_is_beside_the_verdict_and_does_not_make_it():

@@ -11,6 +11,7 @@ import pytest
 from isoloss.cli import study as command
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
+from isoloss.registry import OPTIMIZERS
 from isoloss.statistics.estimate import rounded
 from isoloss.studies import load_study, page
 from isoloss.studies.folder import StudyFolder
@@ -214,8 +215,8 @@ def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path)
     assert summary.missed.line == "1 of 1 runs missed a target: 1 of without"
     assert summary.missed.runs == {"without": [sentence]}
     assert summary.missed.next_step == (
-        "To go on until it is reached, raise the steps of these stages in the study, and run isoloss study run "
-        "dropout.py --scale tiny --folder out-longer"
+        "To train all runs again, for longer, raise the steps of these stages in the study (the default warm-up grows "
+        "with steps; warmup_steps sets it), and run isoloss study run dropout.py --scale tiny --folder out-longer"
     )
     page = report(folder)[0].read_text()
     assert 'class="banner"' not in page
@@ -310,6 +311,23 @@ def test_a_part_of_a_study_that_is_no_function_is_refused_at_once(file, claiming
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(IsolossError, match=message):
         load_study(file)
+
+
+def test_a_file_that_registers_a_component_is_refused_before_anything_runs(capsys, file, tmp_path, monkeypatch, here):
+    monkeypatch.setattr(OPTIMIZERS, "_entries", dict(OPTIMIZERS._entries))
+    text = "import isoloss\nimport torch\n" + FILE.replace(
+        "steps=6", 'steps=6, optimizer=OptimizerConfig(name="mysign")'
+    )
+    text = text.replace("import ModelConfig,", "import ModelConfig, OptimizerConfig,")
+    own = "def mysign(groups, config):\n    return torch.optim.SGD(groups)\n\n"
+    file.write_text(text + own + 'isoloss.OPTIMIZERS.register("mysign", mysign)\n')
+    assert main(["study", "run", str(file), "--folder", str(tmp_path / "out"), *here]) == 2
+    told = capsys.readouterr().err
+    assert "my_study.py registers the optimizer 'mysign', but the units of a study are commands" in " ".join(
+        told.split()
+    )
+    assert "isoloss.optimizers" in told
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

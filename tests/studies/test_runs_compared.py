@@ -212,3 +212,12 @@ def test_the_setup_names_the_runs_and_defines_the_words():
     assert told.startswith("a and b, at the end of training.")
     assert "smaller trace is flatter" in told
     assert "minimum over all rescalings" in told
+    assert "majority" not in told
+
+
+def test_the_setup_has_the_accuracy_of_the_majority_class_where_it_is_known():
+    found = results({"a": PLAIN, "b": PLAIN})
+    for rate, checkpoint in zip((0.54, 0.56) * 4, found.checkpoints.values(), strict=True):
+        probe = checkpoint["probe-root"]
+        checkpoint["probe-root"] = dataclasses.replace(probe, details=probe.details | {"majority_rate": rate})
+    assert setup(found).endswith(" The majority class alone has an accuracy of 54.00 to 56.00 % (root).")

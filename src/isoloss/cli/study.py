@@ -492,7 +492,7 @@ from isoloss.studies import Experiment, Measurement, Scale, Study
 
 LANGUAGE = PCFGConfig(levels=2, symbols_per_level=3, rules_per_symbol=3, vocab_size=8)  # isoloss ls languages
 MEASURED = Measurement(
-    measures=("loss", "trace", "minimal-trace", "probe-root"),  # isoloss ls measures
+    measures=("loss", "trace", "minimal-trace", "probe-prefix-2"),  # isoloss ls measures
     settings={{"num_train": 256, "num_test": 256, "probe_seeds": 2}},
 )
 

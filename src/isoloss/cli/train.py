@@ -228,12 +228,14 @@ def _suggest_longer(run: Run, args: Args, arguments: Sequence[str]) -> None:
     """Print the command that trains such a run for longer, in a new folder."""
     longer = f"{args.run}-longer"
     if args.config is None and args.language is not None:
-        common.say("to train for twice as many steps, in a new folder:")
+        common.say("to train again, for twice as many steps, in a new folder")
+        common.say("(the default warm-up grows with --steps; --warmup-steps sets it):")
         words = [longer if word == str(args.run) else word for word in arguments]
         # if an option is given twice, the last one counts
         common.say("  " + common.command("train", *words, "--steps", 2 * run.config.steps))
     else:
-        common.say("to train for longer, in a new folder, raise the steps of the stage in a copy of the config:")
+        common.say("to train again, for longer, in a new folder, raise the steps of the stage in a copy of the config")
+        common.say("(the default warm-up grows with steps; warmup_steps sets it):")
         common.say(f"  {common.command('train', args.run, '--print-config')} > {shlex.quote(f'{longer}.toml')}")
         common.say("  " + common.command("train", longer, "--config", f"{longer}.toml"))
 

@@ -10,8 +10,8 @@ from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report.html import Card, IntervalRow, Tone
 from isoloss.statistics.comparison import independent_difference
-from isoloss.statistics.estimate import Estimate, interval, number
-from isoloss.statistics.significance import LOSS_MARGIN, all_within, p_value
+from isoloss.statistics.estimate import Estimate, interval, number, rounded
+from isoloss.statistics.significance import LOSS_MARGIN, Equivalence, all_within, p_value
 from isoloss.studies.claims import GATES, Answer, Claim, ClaimResult, Verdict
 from isoloss.studies.results import (
     RESCALED,
@@ -93,7 +93,7 @@ def card_of(label: str, result: ClaimResult) -> Card:
     tone = TONES[answer.verdict]
     if answer.difference is None:
         return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
-    more, same_loss = len(result.answers) - 1, answer.same_loss
+    more, same_loss = len(result.answers) - 1, _gate(answer)
     effect = format_difference(answer.difference)
     words = [f"{_title(answer, result.claim)}: {detail(answer.difference)}"]
     if answer.verdict is Verdict.NOT_TESTED and same_loss is not None and not same_loss.shown:
@@ -110,14 +110,53 @@ def card_of(label: str, result: ClaimResult) -> Card:
             words.append(verdict)
         elif answer.positive_control:
             words.append(answer.positive_control)
+    if same_loss is not None and same_loss.shown:
+        words.append(f"loss: {format_difference(same_loss.difference)}, {_within(same_loss)}")
     if more:
         words.append(f"{more} more case{'s' * (more > 1)} below")
     return Card(label=label, value=value, detail="; ".join(words), tone=tone)
 
 
+def _gate(answer: Answer) -> Equivalence | None:
+    """Return the test of equal loss that decided whether a claim was tested; None: it needed none."""
+    return None if answer.verdict is Verdict.NO_VERDICT else answer.same_loss
+
+
+def _within(gate: Equivalence) -> str:
+    within = f"within ± {gate.margin:g}"
+    return f"{within}: shown" if gate.shown else f"not shown to be {within}"
+
+
 def claim_rows(results: Sequence[ClaimResult]) -> list[IntervalRow]:
-    """Return a row for each case of each claim."""
-    return [_row(result, answer) for result in results for answer in result.answers]
+    """Return a row for each case of each claim, and above those that need the same loss one for the loss."""
+    rows = []
+    for result in results:
+        above = None
+        for answer in result.answers:
+            gate = _gate(answer)
+            # the cases of one contrast share its test
+            if gate is not None and gate is not above:
+                rows.append(_loss_row(result, answer, gate))
+            rows.append(_row(result, answer))
+            above = gate
+    return rows
+
+
+def _loss_row(result: ClaimResult, answer: Answer, gate: Equivalence) -> IntervalRow:
+    low, high = (rounded(end, gate.difference.stderr).split(" ±")[0] for end in gate.interval)
+    return IntervalRow(
+        label=f"loss ({answer.contrast})" if answer.contrast else "loss",
+        effect=format_difference(gate.difference),
+        # not the 95 % of the other rows: two one-sided tests at 5 % ask whether this one is inside the margin
+        interval=f"90 %: {low} to {high}" if gate.difference.stderr > 0 else "exact",
+        group=_group(result.claim),
+        verdict=_within(gate),
+        tone="good" if gate.shown else "unclear",
+    )
+
+
+def _group(claim: Claim) -> str:
+    return claim.statement if claim.role == "secondary" else f"{claim.statement} ({claim.role})"
 
 
 def _row(result: ClaimResult, answer: Answer) -> IntervalRow:
@@ -129,7 +168,7 @@ def _row(result: ClaimResult, answer: Answer) -> IntervalRow:
         claimed=None if difference is None else claimed(claim),
         # traces and minimal traces differ in size: only accuracies share an axis
         scale=claim.id if difference is not None and difference.unit == "percentage points" else "",
-        group=claim.statement if claim.role == "secondary" else f"{claim.statement} ({claim.role})",
+        group=_group(claim),
         verdict=result.words(answer),
         tone=TONES[answer.verdict],
     )
@@ -393,6 +432,15 @@ def setup(results: Results) -> str:
         words.append(
             "The minimal trace is its minimum over all rescalings of the weights that leave every prediction unchanged."
         )
-    if any(key.startswith("probe-") for key in keys):
+    if probes := [key for key in keys if key.startswith("probe-")]:
         words.append("A probe is a linear classifier on the model's features, for a downstream task.")
+        if rates := list(filter(None, (_majority(results, key) for key in probes))):
+            words.append(f"The majority class alone has an accuracy of {', '.join(rates)}.")
     return " ".join(words)
+
+
+def _majority(results: Results, key: str) -> str:
+    """Return the accuracy of always guessing a task's most common class, with the task; empty if it is not known."""
+    found = [each[key].details.get("majority_rate") for each in results.checkpoints.values()]
+    rates = sorted({f"{100 * rate:.2f}" for rate in found if rate is not None}, key=float)
+    return f"{' to '.join(dict.fromkeys((rates[0], rates[-1])))} % ({key.removeprefix('probe-')})" if rates else ""

@@ -56,6 +56,8 @@ RULE = (
     "A claim with a smallest effect of interest is also tested for the absence of such an effect: no effect of that "
     "size or more is shown if two one-sided t tests have p < 0.05. A claim is “not shown” if none of these is: "
     "neither it nor its opposite is significant.",
+    "A positive control is an effect that is known to be there. If the study has none, or does not show it, a claim "
+    "may be “not shown” because the study could not find any effect.",
     "Manipulation checks, then positive controls, then primary claims are tested first, each by its own p, or by the "
     "largest p of its cases where the claim names no case. A check or control that is not shown ends the sequence, and "
     "so does a primary claim that is “not shown”: what comes later is not tested.",
@@ -65,8 +67,9 @@ RULE = (
     "doubled, because both of its answers can let the sequence go on. So the chance of any wrong verdict in the whole "
     "study is at most 5 %, not counting errors of the tests of equal loss.",
     "A claim about two models with the same loss is tested only if two one-sided tests at 5 % show that the mean "
-    "difference in loss is within its margin. Or, where the claim says so, it is judged by the difference at the same "
-    "loss: the difference minus the part that the difference in loss explains, by a slope from other runs.",
+    "difference in loss is within its margin: its 90 % interval is inside the margin. Or, where the claim says so, it "
+    "is judged by the difference at the same loss: the difference minus the part that the difference in loss explains, "
+    "by a slope from other runs.",
     "“Found with 80 % power” is the smallest true difference that four in five such studies would find. “Smaller than” "
     "is an upper bound, with 95 % confidence, on the size of the true difference where no difference is shown.",
 )
@@ -474,7 +477,7 @@ class Answer:
     p_no_effect_adjusted: float | None = None
     tests: int | None = None  # number of tests that the adjustment is for
     withheld: str = ""  # what kept it from being tested, in a few words
-    positive_control: str = ""  # beside `not shown`: what the positive control says
+    positive_control: str = ""  # beside `not shown`: what the positive control says, if the study plans one
     detectable: float | None = None  # the smallest true difference found with 80 % power, with the margin; None: exact
     below: float | None = None  # if nothing is shown: 95 % upper bound on the size of the true difference
     adjusted: Estimate | None = None  # the difference adjusted to the same loss; None: no slope for it
@@ -787,7 +790,7 @@ def in_sequence(results: Sequence[ClaimResult], tests: int) -> tuple[ClaimResult
     """
     claims = [result.claim for result in results]
     answers = {result.claim.id: list(result.answers) for result in results}
-    control, factor, ended = "no positive control", 1, ("", "")
+    control, factor, ended = "", 1, ("", "")
     if any(claim.role == "positive control" for claim in claims):
         control = "positive control not tested"
     for claim in gates(claims):

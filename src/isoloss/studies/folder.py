@@ -398,8 +398,8 @@ class StudyFolder:
             line=f"{len(missed)} of {len(results.experiments)} runs missed a target: {named}"
             + (f", {more} of other arms" if more else ""),
             runs=missed,
-            next_step="To go on until it is reached, raise the steps of these stages in the study, and run "
-            f"{self.command} --folder {folder}-longer"
+            next_step="To train all runs again, for longer, raise the steps of these stages in the study (the default "
+            f"warm-up grows with steps; warmup_steps sets it), and run {self.command} --folder {folder}-longer"
             if self.has_verdicts
             else "",
         )

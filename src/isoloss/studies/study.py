@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isoloss.errors import IsolossError
-from isoloss.registry import STUDIES, run_python
+from isoloss.registry import (
+    ALGORITHMS,
+    LANGUAGES,
+    MEASURES,
+    MODELS,
+    OPTIMIZERS,
+    RESCALINGS,
+    STUDIES,
+    TASKS,
+    run_python,
+)
 from isoloss.statistics.checking import positive
 from isoloss.statistics.significance import LOSS_MARGIN
 from isoloss.studies.plan import AnyScale
@@ -138,14 +148,14 @@ class Study:
 def load_study(name: str | Path) -> Study:
     """Return a registered study, or the one in a Python file: its `STUDY`, or what its function `study()` returns.
 
-    A name that ends in `.py` is a path. The file is run; registered components of its own (languages, measures) must be
-    in an installed package, as the units of a study are processes that do not read the file.
+    A name that ends in `.py` is a path. The file is run; languages, measures and other components of its own need an
+    entry point in an installed package, as the units of a study are processes that do not read the file.
 
     Args:
         name: The study's name, or the path of a file.
 
     Raises:
-        IsolossError: There is no such study or file, the file fails, or it has no study.
+        IsolossError: There is no such study or file, the file fails or registers a component, or it has no study.
 
     Example:
         >>> from isoloss.studies import load_study
@@ -163,8 +173,18 @@ def load_study(name: str | Path) -> Study:
     return study
 
 
+_OF_UNITS = (LANGUAGES, MODELS, TASKS, ALGORITHMS, OPTIMIZERS, MEASURES, RESCALINGS)  # what units look up by name
+
+
 def _from_file(path: Path) -> object:
+    known = [set(registry) for registry in _OF_UNITS]
     module = run_python(path, "isoloss_study")
+    for registry, before in zip(_OF_UNITS, known, strict=True):
+        if new := sorted(set(registry) - before):
+            raise IsolossError(
+                f"{path} registers the {registry.kind} {new[0]!r}, but the units of a study are commands, which find a "
+                f"component only by its entry point: give it one in {registry.group} of a package (docs/extending.md)"
+            )
     for attribute in ("STUDY", "study"):
         if hasattr(module, attribute):
             study: object = getattr(module, attribute)

@@ -71,7 +71,7 @@ class MissedTargets:
 
     line: str  # how many, and how many of each arm
     runs: Mapping[str, Sequence[str]]  # by run: a sentence for each stage that missed its target
-    next_step: str  # how to go on until the target is reached; empty at a scale without verdicts
+    next_step: str  # how to train for longer; empty at a scale without verdicts
 
 
 @dataclass(frozen=True)
