@@ -124,6 +124,20 @@ def test_parts_of_a_module_of_ones_own_agree(one, other, message):
         interpolation_barrier(*models, batches, causal=True)
 
 
+def test_buffers_that_differ_are_refused():
+    """They would stay the first model's, so that the end of the line would not be the other model."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCAB, (4, 6))
+    first = Own(torch.relu).double().eval()
+    first.register_buffer("mean", torch.tensor([1.0, 1 / 3]).double())
+    other = copy.deepcopy(first)
+    other.half().double()  # its buffer is rounded
+    batches = [{"input_ids": ids, "labels": ids}]
+    with pytest.raises(IsolossError, match="the buffer mean differs between the models, and only weights are moved"):
+        interpolation_barrier(first, other, batches, causal=True)
+    assert math.isfinite(interpolation_barrier(first, copy.deepcopy(first).float(), batches, causal=True).value)
+
+
 def test_the_measure_reads_the_other_checkpoint(tmp_path):
     first, second = two(bert)
     first.float().save_pretrained(tmp_path / "first")

@@ -176,6 +176,22 @@ def test_near_one_the_error_is_that_of_the_square_of_the_noise():
     assert abs(found.value - 1) < 1.5 * found.stderr < 0.015
 
 
+def test_a_document_in_both_texts_is_refused_under_whatever_id():
+    one, other = signal(20), signal(20, seed=1)
+    assert gradient_agreement(MODEL, [one], [other]).details["sequences"] == 40
+    backwards = {name: value.flip(0) for name, value in one.items() if name != "documents"}
+    with pytest.raises(IsolossError, match="no documents in common, and these have 20: leave them out of one"):
+        gradient_agreement(MODEL, [one], [{**backwards, "documents": torch.arange(100, 120)}])
+    first = {name: value[:10] for name, value in other.items() if name != "documents"}
+    part = {name: torch.cat([value, first[name]]) for name, value in backwards.items()}
+    with pytest.raises(IsolossError, match="these have 10:"):
+        gradient_agreement(MODEL, [other], [{**part, "documents": torch.arange(30)}])
+    model, batches = tiny_bert()  # masks hide other tokens in the copy
+    copies = [{**batch, "input_ids": torch.where(batch["labels"] < 0, batch["input_ids"], 1)} for batch in batches]
+    with pytest.raises(IsolossError, match="no sequences in common, and these have 64:"):
+        gradient_agreement(model, batches, copies[::-1])
+
+
 def test_too_few_inputs_are_refused():
     batch = batch_of(8)  # with random labels
     with pytest.raises(IsolossError, match="the gradients of 8 independent inputs are too few to tell"):
@@ -212,7 +228,7 @@ def test_the_measure_reads_the_other_text(folder):
     ("given", "message"),
     [
         ("", "agreement_with names no other text"),
-        ("one.npy", r"agreement_with is .*one.npy, the text that is measured: name another one"),
+        ("one.npy", "two texts must have no sequences in common, and these have"),
         ("another.npy", r"agreement_with: there is no data .*another.npy; did you mean"),
     ],
 )

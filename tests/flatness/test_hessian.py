@@ -8,6 +8,7 @@ import torch
 from dense_curvature import batch_of, bert, dense
 
 from isoloss import seeds
+from isoloss.errors import IsolossError
 from isoloss.flatness import fisher_trace, hessian_trace
 from isoloss.flatness._ghost import controls
 from isoloss.lab.models.architectures import PRE_LAYER_NORM_BERT
@@ -67,6 +68,13 @@ def test_the_published_code_is_as_published():
     pre_ln = PRE_LAYER_NORM_BERT.new_model(ModelConfig(size="d16"), vocab_size=8, pad_id=0, max_length=4, seed=0)
     found = hessian_trace(pre_ln.eval(), batches, method="published-code")
     assert found.details["parameters_left_out"] == ["lm_head.bias"]
+
+
+def test_a_single_group_of_sequences_is_refused():
+    six = batch_of(6)
+    with pytest.raises(IsolossError, match="1 group of up to 8 sequences; take more sequences or a smaller group_size"):
+        hessian_trace(bert(), [six])
+    assert hessian_trace(bert(), [six], group_size=3).samples == 2
 
 
 def test_parameters_require_gradients_for_the_residual_only():

@@ -187,6 +187,9 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     assert noise.p_adjusted == noise.p_permutation > 0.05
     assert 1 > trace.detectable > found(columns).detectable
     assert trace.sentence().startswith("At the same loss, log trace predicts acc: r = 0.")
+    # it is shown, and what could not be shown would contradict that
+    assert trace.sentence().endswith(" after Holm.")
+    assert noise.sentence().endswith(f"correlation that this suite could show is {noise.detectable:.2f}.")
     assert noise.sentence().startswith("At the same loss, noise is not shown to predict acc: r = ")
     assert empty.problem == "no checkpoint has a value for none"
     assert (

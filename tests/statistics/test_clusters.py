@@ -109,6 +109,19 @@ def test_one_row_is_a_mean_over_columns():
     assert (one.value, one.stderr, one.samples) == pytest.approx((plain.value, plain.stderr, plain.samples))
 
 
+@pytest.mark.parametrize("table", [[[1, 0], [0, 1]], [[3, 1, 2], [1, 3, 2]], [[5, -5, 0], [-5, 5, 0], [0, 0, 0]]])
+def test_where_rows_and_columns_have_one_mean_the_error_is_that_of_the_interaction(table):
+    """By the analysis of variance of statsmodels; with an error of 0, a true 0 would have been refuted."""
+    cells = [(row, column, value) for row, line in enumerate(table) for column, value in enumerate(line)]
+    frame = pd.DataFrame(cells, columns=["row", "column", "y"])
+    of_rest = anova_lm(ols("y ~ C(row) + C(column)", frame).fit()).loc["Residual"]
+    found = crossed_mean(table, **CROSSED)
+    assert found.stderr == pytest.approx(math.sqrt(of_rest["mean_sq"] / len(cells)))
+    assert found.samples == 1 + of_rest["df"]
+    low, high = stats.t.interval(0.95, of_rest["df"], frame.y.mean(), found.stderr)
+    assert found.ci95 == pytest.approx((low, high))
+
+
 def test_the_components_are_without_bias_in_clusters_of_any_size():
     found = [variance_components(*nested(seed, [1, 2, 6, 3, 3], between=2.0, within=1.0)) for seed in range(1000)]
     squares = np.array([(each.between**2, each.within**2) for each in found])
@@ -134,6 +147,11 @@ def test_components_that_would_be_negative_are_zero():
         (lambda: cluster_mean(["x"], ["a"], **UNIT), "values is not a list of numbers"),
         (lambda: cluster_mean([1.0, 2.0], ["a"], **UNIT), r"clusters has the shape \(1,\); it must be 2 labels"),
         (lambda: cluster_mean([1.0, 2.0], [("a", 1), ("b", 1)], **UNIT), r"clusters has the shape \(2, 2\)"),
+        (lambda: cluster_mean([1, 2, 3, 4], [1, math.nan, 2, math.nan], **UNIT), r"clusters\[1\] is nan; .* a label"),
+        (lambda: cluster_mean([1, 2, 3], np.array([1, 2, math.nan]), **UNIT), r"clusters\[2\] is nan"),
+        (lambda: cluster_mean([1, 2, 3], ["a", math.nan, "nan"], **UNIT), r"clusters\[1\] is nan"),
+        (lambda: cluster_mean([1, 2, 3], ["a", "b", None], **UNIT), r"clusters\[2\] is None; .* needs a label"),
+        (lambda: cluster_mean([1, 2, 3, 4], [1, "1", 2, "2"], **UNIT), r"labels of different types \(int and str\)"),
         (lambda: crossed_mean([[1.0], [2.0]], **CROSSED), r"shape \(2, 1\); .* at least 1 row, 2 columns"),
         (lambda: crossed_mean([[1.0, 2.0], [2.0]], **CROSSED), "values is not a table of numbers"),
         (lambda: crossed_mean([[1.0, math.inf]], **CROSSED), "a number that is not finite"),

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from isoloss.errors import IsolossError
-from isoloss.statistics.estimate import Estimate, rounded, student95
+from isoloss.statistics.comparison import paired_difference
+from isoloss.statistics.estimate import Estimate, interval, rounded, student95
+from isoloss.statistics.ratio import ratio_estimate
 
 
 def estimate(value=1.0, stderr=0.1, **more):
@@ -72,12 +74,31 @@ def test_the_interval_grows_as_samples_are_few():
     assert (low + high) / 2 == pytest.approx(10)
 
 
-@pytest.mark.parametrize("unit", ["accuracy", "difference in accuracy"])
-def test_no_interval_of_an_accuracy_is_beyond_100_points(unit):
-    of_two = Estimate(value=-0.5, stderr=0.5, samples=2, unit=unit, num_predictions=2, method="mean")
-    assert of_two.ci95 == (-1, 1)
+def test_no_interval_of_a_difference_of_accuracies_is_beyond_100_points():
+    about = {"unit": "difference in accuracy", "num_predictions": 2, "method": "mean"}
+    of_two = Estimate(value=-0.5, stderr=0.5, samples=2, **about)
+    assert (of_two.ci95, str(of_two), interval(of_two)) == ((-1, 1), "-50 ± 50 points", "-100 to 100")
     assert dataclasses.replace(of_two, samples=1000).ci95 == pytest.approx((-1, 0.4812), abs=1e-4)
     assert dataclasses.replace(of_two, unit="nats").ci95 == pytest.approx((-6.853, 5.853), abs=1e-3)
+
+
+def test_an_accuracy_is_a_fraction_and_one_in_percent_is_left_as_it_is():
+    def accuracy(values):
+        return ratio_estimate(values, unit="accuracy", method="")
+
+    def ends(values):
+        return tuple(stats.ttest_1samp(values, 0).confidence_interval(0.95))
+
+    few, most = [1.0, *[0.0] * 7], [0.0, *[1.0] * 7]
+    assert ends(few)[0] < 0 < ends(few)[1] < 1 < ends(most)[1]
+    assert accuracy(few).ci95 == pytest.approx((0, ends(few)[1]))
+    assert accuracy(most).ci95 == pytest.approx((ends(most)[0], 1))
+    assert accuracy([1.0, 0, 0, 0]).ci95 == (0, 1)
+    difference = paired_difference(accuracy(few), accuracy(most))  # no accuracy, and may be below 0
+    differences = [one - other for one, other in zip(few, most, strict=True)]
+    assert difference.ci95 == pytest.approx((-1, ends(differences)[1]))
+    assert (str(difference), difference.row()["unit"]) == ("-75 ± 25 points", "difference in accuracy")
+    assert accuracy([30.0, 60.0, 50.0]).ci95 == pytest.approx(ends([30.0, 60.0, 50.0]))
 
 
 def test_one_sample_has_no_interval_but_an_exact_value_has():

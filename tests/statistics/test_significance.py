@@ -156,5 +156,7 @@ def test_holm_counts_what_was_planned_and_hypotheses_that_exclude_each_other_onc
     # of a, one hypothesis may be the true one until both are rejected
     found = holm({"small": 0.001, "b": 0.02, "large": 0.03, "c": 0.04}, exclusive=both)
     assert found == pytest.approx({"small": 0.003, "b": 0.06, "large": 0.06, "c": 0.06})
+    with pytest.raises(IsolossError, match=r"p-values of 1 tests, of which 0 were planned"):
+        holm({"a": 0.01}, tests=0)
     with pytest.raises(IsolossError, match=r"p-values of 2 tests, of which 1 were planned"):
         holm({"small": 0.1, "large": 0.1, "b": 0.1}, tests=1, exclusive=both)

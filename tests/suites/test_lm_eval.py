@@ -163,6 +163,40 @@ def test_what_has_no_error_is_left_out(tmp_path, samples, message):
         assert not read_lm_eval(file).models[tmp_path.name]
 
 
+def put(folder, answers, **results):
+    """Write the answers to documents, by hash, and perhaps results beside them."""
+    folder.mkdir()
+    lines = [json.dumps(sample(value, name=name)) for name, value in answers.items()]
+    (folder / "samples_quiz_2026-01-01T12-00-00.0.jsonl").write_text("\n".join(lines))
+    if results:
+        document = {"model_name": folder.name, "results": {"quiz": results}}
+        (folder / "results_2026-01-01T12-00-00.0.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize(("others", "common"), [("xyz", 0), ("axy", 1)])
+def test_too_few_documents_in_common_have_no_difference(tmp_path, others, common):
+    first = put(tmp_path / "first", {"a": 1, "b": 0, "c": 1})
+    second = put(tmp_path / "second", dict.fromkeys(others, 1) | {"y": 0})
+    results = read_lm_eval([first, second])
+    row = str(results).splitlines()[-1]
+    assert row.split() == ["quiz.acc", "second", "67", "±", "33", "%"]
+    with pytest.raises(IsolossError, match=rf"second and first have too few documents in common \({common}\)"):
+        results.difference("quiz.acc", "second", "first")
+
+
+def test_samples_that_do_not_count_are_told(tmp_path):
+    answers = {"a": 1, "b": 0, "c": 1}
+    with pytest.warns(IsolossWarning, match=r"none/samples_quiz_.*\.jsonl has no samples"):
+        assert not read_lm_eval(put(tmp_path / "none", {})).models["none"]
+    other = put(tmp_path / "other", answers, **{"acc,none": 0.9, "acc_stderr,none": 0.1})
+    with pytest.warns(IsolossWarning, match=r"quiz.acc is 0.9 in the results and 0.66667 over its samples"):
+        results = read_lm_eval(other)
+    assert results.models["other"]["quiz.acc"].value == 0.9
+    assert not results.items["other"]
+    read_lm_eval(put(tmp_path / "same", answers, **{"acc,none": 2 / 3, "acc_stderr,none": 0.1}))  # no warning
+
+
 def test_refused(tmp_path):
     with pytest.raises(IsolossError, match=r"has no results of lm-evaluation-harness .*; did you mean .*lm_eval\?"):
         read_lm_eval(FOLDER.with_name("lm_evil"))

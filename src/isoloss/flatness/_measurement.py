@@ -455,6 +455,11 @@ class Measurement:
 
     def _estimate(self, reason: str) -> Estimate:
         source, position = self._source, self._position
+        if source.cluster_size > 1 and not self.clusters.by_document and len(self) == 1:
+            raise IsolossError(
+                "an error bar needs at least 2 groups of sequences, and these are 1 group of up to "
+                f"{source.cluster_size} sequences; take more sequences or a smaller group_size"
+            )
         if source.by_batch and len(self) < 2:
             raise IsolossError(f"an error bar needs at least 2 batches, not {len(self)}")
         result = self.result()

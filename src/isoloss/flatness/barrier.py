@@ -55,7 +55,8 @@ def interpolation_barrier(
         error at each fraction, `heights`.
 
     Raises:
-        IsolossError: The models differ in more than weights, such as their activations; a fraction is not between 0
+        IsolossError: The models differ in more than weights, such as their activations or the buffers of batch
+            normalization; a fraction is not between 0
             and 1, a batch does not fit, fewer than 2 inputs are independent, or a loss is not finite.
 
     Example:
@@ -79,6 +80,19 @@ def interpolation_barrier(
             shapes = f"{tuple(parameter.shape)} and {tuple(end[name].shape)}"
             raise IsolossError(f"the models differ in size: {name} has the shapes {shapes}")
     check_one_function("the model", function_of_model(model), "the other", function_of_model(other))
+    buffers = dict(other.named_buffers())
+    for name, buffer in model.named_buffers():
+        end_buffer = buffers.get(name)
+        # in the coarser of two dtypes
+        if (
+            end_buffer is not None
+            and buffer.is_floating_point()
+            and not torch.equal(buffer, end_buffer.to(buffer))
+            and not torch.equal(buffer.to(end_buffer), end_buffer)
+        ):
+            raise IsolossError(
+                f"the buffer {name} differs between the models, and only weights are moved from one to the other"
+            )
     loss = MeanLoss(model, batches, causal=causal, num_sequences=num_sequences)
     positions = loss.positions()
     before = loss.by_cluster()

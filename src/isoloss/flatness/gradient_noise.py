@@ -22,6 +22,7 @@ from isoloss.model_checks import device_of
 from isoloss.statistics.comparison import independent_difference, times
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import from_influence
+from isoloss.text.clusters import behind_masks, sequence_hashes
 
 _SKETCH = 4096  # numbers that stand for a gradient where all pairs are multiplied
 
@@ -116,7 +117,7 @@ def gradient_agreement(
         The agreement, with the influences of `batches`' clusters, then those of `others`'.
 
     Raises:
-        IsolossError: As for `gradient_noise_scale`.
+        IsolossError: As for `gradient_noise_scale`, or a document, or sequence, is in both texts under whatever id.
 
     Example:
         >>> from isoloss.examples import tiny_bert
@@ -126,7 +127,11 @@ def gradient_agreement(
         >>> agreement.unit, round(agreement.value, 1)
         ('cosine', 1.0)
     """
-    losses = [MeanLoss(model, each, causal=causal) for each in (batches, others)]
+    texts = [list(each) for each in (batches, others)]
+    losses = [MeanLoss(model, each, causal=causal) for each in texts]
+    if common := len(set.intersection(*map(_contents, losses, texts))):
+        kind = "documents" if "documents" in texts[0][0] else "sequences"
+        raise IsolossError(f"two texts must have no {kind} in common, and these have {common:,}: leave them out of one")
     sizes = [loss.positions() for loss in losses]
     sums = [_sums(loss, torch.ones(1, len(m))) for loss, m in zip(losses, sizes, strict=True)]
     vectors = torch.cat([vectors for vectors, _ in sums])
@@ -170,6 +175,23 @@ def _variance_of_pairs(
         across.append((off - torch.outer(off @ mean, mean) / mean.square().sum()) / (m.sum() * math.sqrt(norm)))
     within = sum(float((off @ off.T).square().triu(1).sum()) for off in across)
     return float((across[0] @ across[1].T).square().sum()) + value**2 * within
+
+
+def _contents(loss: MeanLoss, batches: Sequence[Mapping[str, Any]]) -> set[frozenset[int]]:
+    """Return each document, or sequence, as the hashes of its sequences; nothing where there are no token ids."""
+    hashes: list[int] = []
+    for batch in batches:
+        if not isinstance(batch.get("input_ids"), torch.Tensor):
+            return set()
+        labels, mask = batch["labels"], batch.get("attention_mask")
+        ids, present = behind_masks(batch["input_ids"], None if loss.causal else labels, mask)
+        if loss.causal:  # nothing is masked, and labels may be others than the tokens
+            ids, present = torch.cat([ids, labels.cpu()], dim=1), torch.cat([present, present], dim=1)
+        hashes += sequence_hashes(ids, present).tolist()
+    found: dict[int, set[int]] = {}
+    for cluster, key in zip(loss.parts.tolist(), hashes, strict=True):
+        found.setdefault(cluster, set()).add(key)
+    return {frozenset(each) for each in found.values()}
 
 
 def _about(loss: MeanLoss) -> dict[str, Any]:

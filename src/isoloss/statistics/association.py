@@ -104,14 +104,16 @@ class Association:
         beyond = ""
         if self._shown_here and not self.shown and self.over_levels is not None:
             beyond = f" beyond these {self.over_levels.clusters} {_plural(self.over[1])}"
-        could = f"the smallest correlation that this suite could show is {self.detectable:.2f}"
+        could = ""
         if not _can_show(self.pairs, self.clusters):
-            could = self._what_to_do()
+            could = f"; {self._what_to_do()}"
+        elif not self.shown:
+            could = f"; the smallest correlation that this suite could show is {self.detectable:.2f}"
         predicts = "predicts" if self.shown else "is not shown to predict"
         return (
             f"At the same {self.given[0]}, {measure} {predicts} {outcome}{beyond}: "
-            f"r = {self.pearson.texts[0]} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after Holm; "
-            f"{could}."
+            f"r = {self.pearson.texts[0]} {' and '.join(intervals)}, p {probability(self.p_adjusted)} after "
+            f"Holm{could}."
         )
 
     def _what_to_do(self) -> str:
@@ -186,8 +188,7 @@ def associate(
         >>> suite["acc"] = [0.61, 0.70, 0.66, 0.73, 0.62, 0.72, 0.67, 0.77, 0.62, 0.67]
         >>> found = associate(suite, measures=["trace"], outcomes=["acc"], loss="loss", clusters="seed")
         >>> print(*found)  # doctest: +NORMALIZE_WHITESPACE
-        At the same loss, log trace predicts acc: r = -0.96 (-1.00 to -0.72) over 5 seeds, p 0.008 after Holm; the
-        smallest correlation that this suite could show is 0.99.
+        At the same loss, log trace predicts acc: r = -0.96 (-1.00 to -0.72) over 5 seeds, p 0.008 after Holm.
     """
     positive("loss_margin", loss_margin)
     labeled = [name for name in (clusters, levels, along, *hyperparameters) if name is not None]

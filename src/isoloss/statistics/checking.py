@@ -37,11 +37,19 @@ def labels(
     """Return the clusters' names in order, and for each observation the index of its cluster (N,).
 
     Raises:
-        IsolossError: There is not one label for each observation, or there are too few clusters.
+        IsolossError: There is not one label for each observation, one is None or NaN, some are text and others are not,
+            or there are too few clusters.
     """
     array = np.asarray(clusters)
     if array.shape != (length,):
         raise IsolossError(f"{what} has the shape {array.shape}; it must be {length} labels, one for each observation")
+    for number, each in enumerate(clusters):
+        if each is None or each != each:  # NaN
+            raise IsolossError(f"{what}[{number}] is {each}; each observation needs a label")
+    # numpy would make text of the others, and 1 and "1" one label
+    if len({isinstance(each, str) for each in clusters}) > 1:
+        kinds = " and ".join(sorted({type(each).__name__ for each in clusters}))
+        raise IsolossError(f"{what} has labels of different types ({kinds}); they must be of one type")
     try:
         names, codes = np.unique(array, return_inverse=True)
     except TypeError as error:

@@ -76,8 +76,9 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
 
     With R rows and C columns as crossed random effects, the variance of the mean is estimated without bias by
     `(M_rows + M_columns - M_rest) / (R C)`, the mean squares of the two-way analysis of variance. Where a large
-    `M_rest` makes this smaller than one of the two effects alone gives, the larger of `M_columns / (R C)` and
-    `M_rows / (R C)` is taken. With one row it is the variance over the columns, and holds for that row alone.
+    `M_rest` makes this smaller than one effect alone gives, the largest of `M_columns / (R C)`, `M_rows / (R C)` and,
+    of the interaction, `M_rest / (R C)` is taken: values that differ have an error even where all rows and all columns
+    have one mean. With one row it is the variance over the columns, and holds for that row alone.
 
     The interval is Student's t with the degrees of freedom f that Satterthwaite (1946) gives such a sum of mean
     squares, `V^2 / f = sum_i M_i^2 / f_i`, and `samples` is f + 1: C if most of the variance is between the columns,
@@ -111,8 +112,9 @@ def crossed_mean(values: torch.Tensor | Sequence[Sequence[float]], *, unit: str,
         rest = table - by_column - by_row[:, None] + mean
         freedom = (rows - 1) * (columns - 1)
         of_rows = columns * float(by_row.var()), rows - 1
-        of_rest = -float(rest.square().sum()) / freedom, freedom
-        parts = max([of_columns, of_rows, of_rest], [of_columns], [of_rows], key=_total)
+        of_rest = float(rest.square().sum()) / freedom, freedom
+        together = [of_columns, of_rows, (-of_rest[0], freedom)]
+        parts = max(together, [of_columns], [of_rows], [of_rest], key=_total)
     square, squares = _total(parts), sum(part**2 / freedom for part, freedom in parts)
     return Estimate(
         value=float(mean),

@@ -32,7 +32,7 @@ def paired_difference(first: Estimate, second: Estimate, *, unit: str | None = N
     Args:
         first: An estimate with an influence, or an exact one.
         second: Another one on the same samples, in the same order.
-        unit: Of the difference; None: of the first.
+        unit: Of the difference; None: of the first, and `"difference in accuracy"` for two accuracies.
 
     Raises:
         IsolossError: An estimate has no influence, or they are not of the same samples.
@@ -45,17 +45,18 @@ def paired_difference(first: Estimate, second: Estimate, *, unit: str | None = N
         0.67 ± 0.17 nats
     """
     value = first.value - second.value
+    unit = unit or ("difference in accuracy" if first.unit == "accuracy" else first.unit)
     if first.is_exact and second.is_exact:
         return Estimate(
             value=value,
             stderr=0.0,
             samples=0,
-            unit=unit or first.unit,
+            unit=unit,
             num_predictions=first.num_predictions,
             method="difference of two exact values",
         )
     one, two = _influences([first, second])
-    return _paired(value, one - two, (1.0, 1.0), first, second, unit or first.unit)
+    return _paired(value, one - two, (1.0, 1.0), first, second, unit)
 
 
 def paired_log_ratio(first: Estimate, second: Estimate) -> Estimate:

@@ -22,7 +22,8 @@ _MOST_DECIMALS = 12
 _EXACT = " (exact)"
 _EXACT_DIGITS = 5  # significant ones of an exact value; JSON has all
 _FEW = 32  # samples, of which one may well make up much of the error
-_LARGEST = {"accuracy": 1.0, "difference in accuracy": 1.0}  # absolute values that there can be, by unit
+# of a fraction that is printed in percent: the unit in print and the least value; the largest is 1
+_FRACTIONS = {"accuracy": ("%", 0.0), "difference in accuracy": ("points", -1.0)}
 _LEADING = 0.25  # of the squared error: more than one sample should make up
 
 
@@ -35,7 +36,8 @@ class Estimate:
         stderr: Its standard error, in `unit`: the estimated standard deviation of `value` over fresh inputs and probes;
             0 for an exact value.
         samples: Number of independent samples that `stderr` rests on; 0 for an exact value.
-        unit: E.g. `"nats per predicted token"`, or `"accuracy"`: a fraction from 0 to 1, printed in percent.
+        unit: E.g. `"nats per predicted token"`; `"accuracy"`, a fraction from 0 to 1, and `"difference in accuracy"`,
+            from -1 to 1, are printed in percent and in points.
         num_predictions: Number of predictions (predicted positions, classified examples) that were averaged.
         num_probes: Random probes (or sampled labels) per input; 0 where the measure draws none.
         method: Which estimator ran.
@@ -106,11 +108,13 @@ class Estimate:
     def ci95(self) -> tuple[float, float]:
         """The 95 % confidence interval, by Student's t with `freedom` degrees of freedom.
 
-        That of an accuracy, or of a difference of two, ends at 100 points: few examples have a wider one.
+        That of an accuracy ends at 0 and 1, and that of a difference of two at -1 and 1: few examples have a wider one.
+        Where the value itself is beyond these, as in percent, nothing is cut.
         """
         half = student95(self.freedom) * self.stderr if self.stderr > 0 else 0.0
-        most = _LARGEST.get(self.unit, math.inf)
-        return max(self.value - half, -most), min(self.value + half, most)
+        low, high = self.value - half, self.value + half
+        _, least = _FRACTIONS.get(self.unit, ("", math.inf))
+        return (max(low, least), min(high, 1.0)) if least <= self.value <= 1 else (low, high)
 
     def row(self) -> dict[str, Any]:
         """Return the numbers of a row of a data frame: value, error, 95 % interval, unit and samples."""
@@ -120,7 +124,8 @@ class Estimate:
 
     def __str__(self) -> str:
         text = number(self).removesuffix(_EXACT)
-        return f"{text} {'%' if self.unit == 'accuracy' else self.unit}{_EXACT * self.is_exact}"
+        unit, _ = _FRACTIONS.get(self.unit, (self.unit, 0.0))
+        return f"{text} {unit}{_EXACT * self.is_exact}"
 
     def __repr__(self) -> str:
         samples = "" if self.is_exact else f"; {samples_of(self)}"
@@ -148,13 +153,13 @@ class Estimate:
 
 def number(estimate: Estimate) -> str:
     """Return an estimate's value and error without the unit; an accuracy's in percent."""
-    scale = 100 if estimate.unit == "accuracy" else 1
+    scale = 100 if estimate.unit in _FRACTIONS else 1
     return rounded(scale * estimate.value, scale * estimate.stderr) + _EXACT * estimate.is_exact
 
 
 def interval(estimate: Estimate) -> str:
     """Return the two ends of the 95 % interval, with as many digits as the error has; an accuracy's in percent."""
-    scale = 100 if estimate.unit == "accuracy" else 1
+    scale = 100 if estimate.unit in _FRACTIONS else 1
     low, high = (rounded(scale * end, scale * estimate.stderr).split(" ±")[0] for end in estimate.ci95)
     return f"{low} to {high}"
 

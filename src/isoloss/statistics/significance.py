@@ -77,7 +77,7 @@ def holm(
         raise IsolossError("Holm's correction needs at least one p-value")
     test_of = {name: (exclusive or {}).get(name, name) for name in p_values}
     unrejected = Counter(test_of.values())
-    left, largest, adjusted = tests or len(unrejected), 0.0, {}
+    left, largest, adjusted = len(unrejected) if tests is None else tests, 0.0, {}
     if left < len(unrejected):
         raise IsolossError(f"there are p-values of {len(unrejected)} tests, of which {tests} were planned")
     for name, p in sorted(p_values.items(), key=lambda item: item[1]):

@@ -83,6 +83,8 @@ class TaskResults:
                 raise IsolossError(f"{model} has no samples of {metric!r}{did_you_mean(metric, known)}")
         own, *both = self.items[first][metric], *(self.items[each][metric].by_hash for each in (first, second))
         common = [key for key in both[0] if key in both[1]]
+        if len(common) < 2:
+            raise IsolossError(f"{metric}: {first} and {second} have too few documents in common ({len(common)})")
         if more := sum(len(documents) - len(common) for documents in both):
             warn(f"{metric}: left out {more:,} documents that only one of {first} and {second} has")
         one, other = (Items(own.metric, {key: documents[key] for key in common}).estimate() for documents in both)
@@ -94,8 +96,9 @@ class TaskResults:
             for model in (model for model, metrics in self.models.items() if metric in metrics):
                 row = [metric, model, str(self.models[model][metric]), "", ""]
                 if model != first and all(metric in self.items[each] for each in (first, model)):
-                    difference = self.difference(metric, model, first)
-                    row[3:] = number(difference), interval(difference)
+                    with contextlib.suppress(IsolossError):  # too few documents in common: there is none
+                        difference = self.difference(metric, model, first)
+                        row[3:] = number(difference), interval(difference)
                 rows.append(row)
         return text_table(["metric", "model", "value", f"minus {first}", "95 % interval"], rows, left=2)
 
@@ -187,6 +190,11 @@ def estimates_of(
                         continue
                 if not isinstance(value, int | float) or not isinstance(stderr, int | float):
                     raise IsolossError(f"{name} is not a mean over its samples, and the results give no error for it")
+                if own and own.by_hash:
+                    warn(
+                        f"{name} is {value:.5g} in the results and {estimate.value:.5g} over its samples: the results' "
+                        "value counts, and has no paired difference"
+                    )
                 number_of = {"samples": told.get("sample_len", UNKNOWN), "num_predictions": told.get("sample_len", 0)}
                 method = "value and error of lm-evaluation-harness"
                 estimates[name] = Estimate(value=value, stderr=stderr, unit=_unit(metric), method=method, **number_of)
@@ -257,6 +265,7 @@ def _runs(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], dict[str, 
 
 
 def _samples(file: Path) -> Iterator[Mapping[str, Any]]:
+    line = 0
     with documents.reading(file):
         for line, sample in documents.json_lines(file):
             names = {"doc_hash", "filter", "metrics"}
@@ -264,6 +273,8 @@ def _samples(file: Path) -> Iterator[Mapping[str, Any]]:
                 place = f"{file}, line {line}"
                 raise IsolossError(f"{place} is not a sample of lm-evaluation-harness: it has no {min(lacking)!r}")
             yield sample
+    if not line:
+        warn(f"{file} has no samples")
 
 
 def _model(results: Mapping[str, Any]) -> str:

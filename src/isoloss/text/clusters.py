@@ -106,13 +106,8 @@ class SequenceClusters:
         # without token ids there is nothing to tell copies by: each sequence is a cluster
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             return torch.tensor([self._number(-1 - row) for row in range(first, first + size)]) // self._size
-        labels, mask = batch.get("labels"), batch.get("attention_mask")
-        if isinstance(labels, torch.Tensor) and labels.shape == ids.shape:
-            # the tokens behind the masks: copies of a text are one cluster whatever was masked in each
-            ids = torch.where(labels == IGNORED, ids, labels.to(ids.device))
-        ids = ids.detach().cpu().long()
-        is_plain = not isinstance(mask, torch.Tensor) or mask.shape != ids.shape
-        present = torch.ones_like(ids, dtype=torch.bool) if is_plain else mask.cpu().bool()  # type: ignore[union-attr]
+        # copies of a text are one cluster whatever was masked in each
+        ids, present = behind_masks(ids, batch.get("labels"), batch.get("attention_mask"))
         numbers = []
         inside, is_new = self._separators(ids, present, batch.get("position_ids"))
         for row, key in enumerate(sequence_hashes(ids, present).tolist()):
@@ -181,6 +176,15 @@ class SequenceClusters:
         total = float(((sizes > 0) - 2 * on_mean + square).sum())
         excess = products.mean() + total / (number * (number - 1))
         return bool(excess > _ALIKE * products.std(ddof=1) / math.sqrt(len(products)))
+
+
+def behind_masks(ids: torch.Tensor, labels: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (B, T) the tokens behind the masks, which the labels have, and (B, T) whether each is present."""
+    if isinstance(labels, torch.Tensor) and labels.shape == ids.shape:
+        ids = torch.where(labels == IGNORED, ids, labels.to(ids.device))
+    ids = ids.detach().cpu().long()
+    is_plain = not isinstance(mask, torch.Tensor) or mask.shape != ids.shape
+    return ids, torch.ones_like(ids, dtype=torch.bool) if is_plain else mask.cpu().bool()
 
 
 def document_keys(documents: Any, size: int) -> Sequence[Hashable]:

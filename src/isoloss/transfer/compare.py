@@ -165,7 +165,7 @@ def accuracy_difference(correct_a: torch.Tensor, correct_b: torch.Tensor) -> Est
         >>> a = torch.tensor([[True, True, True, False], [True, True, False, True]])
         >>> b = torch.tensor([[True, False, False, False], [True, True, False, False]])
         >>> print(accuracy_difference(a, b))
-        0.38 ± 0.12 difference in accuracy
+        38 ± 24 points
     """
     _check(correct_a, correct_b)
     difference = correct_a.double() - correct_b.to(correct_a.device).double()

@@ -281,7 +281,9 @@ def score(
     # one example has no spread to take an error from
     if num_test > 1:
         majority = (labels == labels.bincount().argmax()).double()
-        difference = crossed_mean(correct - majority, unit="accuracy", method="accuracy minus the majority class's")
+        difference = crossed_mean(
+            correct - majority, unit="difference in accuracy", method="accuracy minus the majority class's"
+        )
         above = {"above_majority": difference.value, "above_majority_stderr": difference.stderr}
     accuracies = correct.mean(dim=1)
     value = float(accuracies.mean())

@@ -54,8 +54,16 @@ def test_strings_are_those_without_a_blank():
 def test_what_is_no_sentence_is_refused(tokens, message):
     language, good = HiddenBracket(4), [2, 3, 3, 4, 0]
     rows, lengths = torch.tensor([good, tokens]), torch.tensor([5, 5])
-    with pytest.raises(IsolossError, match=message):
-        language.log_prob(rows, lengths)
+    at_answer = {"positions": torch.tensor([4, 4])}
+    for refuse, options in (
+        (language.log_prob, {}),
+        (language.log_conditionals, {}),
+        (language.log_conditionals, at_answer),  # which the answer's own conditional does not read
+        (language.conditional_entropy, at_answer),
+        (language.log_next, {}),
+    ):
+        with pytest.raises(IsolossError, match=message):
+            refuse(rows, lengths, **options)
     if 6 not in tokens:
         assert language.is_possible(rows, lengths).tolist() == [True, False]
     with pytest.raises(IsolossError, match="sentence 0 has length 4; every sentence here has 5 tokens"):

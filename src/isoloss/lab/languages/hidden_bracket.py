@@ -135,6 +135,8 @@ class HiddenBracket(ExactLanguage):
             raise IsolossError(
                 f"sentence {row} has length {int(lengths[row])}; every sentence here has {self.max_length} tokens"
             )
+        if (row := batches.first(self._at(ids[:, : self.max_length]) == 0)) is not None:
+            raise IsolossError(f"sentence {row} has probability 0: a context is balanced, with one bracket hidden")
         return ids, lengths
 
     def _is_possible(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -155,35 +157,25 @@ class HiddenBracket(ExactLanguage):
         return self._table[opened, closed, blanks].masked_fill((context < OPEN).any(dim=-1, keepdim=True), 0)
 
     def _log_prob(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        values = self._at(ids)
-        _check_possible(values)
-        return values.log()
+        return self._at(ids).log()
 
     def _probabilities(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if bool((positions == self.length).all()):
             # the answer alone, which is what training asks for at every step
             answers = self._by_answer(ids[:, None, : self.length].expand(-1, positions.shape[1], -1))
-            _check_possible(answers[:, 0, 2])
             return torch.nn.functional.pad(answers[..., :2] / answers[..., 2:], (0, self.vocab_size - 2))
         # (n, k, V, T + 1): the string with each token in turn at the position
         shape = (*positions.shape, self.vocab_size, self.max_length)
         tried = ids[:, None, None].expand(shape)
         tokens = torch.arange(self.vocab_size, device=ids.device)[:, None].expand(*shape[:-1], 1)
         joint = self._at(tried.scatter(-1, positions[:, :, None, None].expand(*shape[:-1], 1), tokens))
-        total = joint.sum(dim=-1, keepdim=True)
-        _check_possible(total.flatten(1).amin(dim=1))
-        return joint / total
+        return joint / joint.sum(dim=-1, keepdim=True)
 
     def closed_form_entropies(self) -> tuple[float, float]:
         """Return log(2 T C(T, T/2)) + H(q) of a sentence, and H(q) of the answer."""
         q = self.flip
         noise = -sum(p * math.log(p) for p in (q, 1 - q) if p)
         return math.log(len(self._contexts[0])) + noise, noise
-
-
-def _check_possible(probabilities: torch.Tensor) -> None:
-    if (row := batches.first(probabilities == 0)) is not None:
-        raise IsolossError(f"sentence {row} has probability 0: a context is balanced, with one bracket hidden")
 
 
 def _contexts(length: int) -> tuple[torch.Tensor, torch.Tensor]:
