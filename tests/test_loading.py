@@ -529,6 +529,11 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(spoil, message, bert_folder
             {},
             "Blip2ForConditionalGeneration that does not run on token ids alone: .*'pixel_values'",
         ),
+        (
+            lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=1, n_embd=8, n_layer=1, n_head=1)),
+            {},
+            "has a vocabulary of 1 token, so the ids of any tokenizer are beyond it",
+        ),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )

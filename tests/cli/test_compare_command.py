@@ -125,6 +125,8 @@ def test_many_checkpoints_of_a_trainer(capsys, tmp_path):
     table = [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")]
     assert table[:12] == [f"checkpoint-{step}" for step in range(10, 130, 10)]
     assert f"{tmp_path.name}, from step 10 to 120: loss " in " ".join(out.split())
+    # the page has no chart of the rises
+    assert "the other measures are in --csv and --json\n" in err
 
 
 @pytest.mark.parametrize("names", [("a", "broken", "b"), ("a", "b", "broken")], ids="-".join)
@@ -190,6 +192,21 @@ def test_what_is_next_can_be_pasted(capsys):
     assert f"take more text in --data (all {held} sequences of it are used)" in " ".join(out.split())
     shutil.copytree("a", "copy of a")
     assert "To paste" not in call(capsys, "a", "copy of a", *DATA)[0]
+
+
+def test_at_other_losses_the_steps_of_both_runs_are_what_is_next(capsys):
+    for run, checkpoint, factor in (("one run", "a", 1), ("two", "b", 20)):
+        model = GPT2LMHeadModel.from_pretrained(checkpoint)
+        for step in (10, 20):
+            with torch.no_grad():
+                model.transformer.wte.weight.mul_(factor)
+            shutil.copytree(checkpoint, f"{run}/step-{step}")
+            model.save_pretrained(f"{run}/step-{step}")
+    words = (*DATA, "--num-sequences=40")
+    out, _ = call(capsys, "one run/step-20", "two/step-10", *words)
+    (series,) = (shlex.split(line) for line in out.splitlines() if "*" in line and line.startswith("  isoloss "))
+    assert series == ["isoloss", "compare", "one run/step-*", "two/step-*", *words]
+    assert "one run, from step 10 to 20" in " ".join(call(capsys, *series[2:])[0].split())
 
 
 def test_one_document_is_said(capsys):

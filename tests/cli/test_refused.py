@@ -266,8 +266,8 @@ LATE = {
         "probe-stsb": "(it is a regression)",
     },
     "measure reading --measures probe-sst2 --task-data": {
-        "sst3=here": "task_data has 'sst3=here'; an entry is NAME=PATH with a task",
-        "here": "task_data has 'here'; an entry is NAME=PATH with a task of text (c",
+        "sst3=here": "--task-data (in Python, task_data) has 'sst3=here'; an entry is NAME=PATH with a task",
+        "here": "--task-data (in Python, task_data) has 'here'; an entry is NAME=PATH with a task of text (c",
         "sst2=a sst2=b": "the examples of sst2 twice: sst2=a and sst2=b",
         "sst2=nowhere.tsv": "there is no file or folder nowhere.tsv",
     },

@@ -202,6 +202,26 @@ def test_what_is_not_compared_at_one_loss_is_said():
     assert compared(tasks).texts()[-1] == said
 
 
+def test_checkpoints_of_which_one_input_makes_up_much_of_the_error_are_named():
+    models = run("a", [3.0, 2.0, 1.0], [10.0, 20.0, 30.0])
+    assert not compared(models).warning
+    # one influence of (N - 1) times the others makes up 1 - 1 / N of the squares
+    alone = np.where(np.arange(N) == 7, N - 1, -1) / N
+    for step, trace in ((20, "trace"), (30, "trace"), (30, "minimal-trace")):
+        models[f"a/checkpoint-{step}"][trace] = estimate(step, alone)
+    warning = (
+        "One of the documents makes up more than a quarter of the squared error of the trace of checkpoint-20 (98 %) "
+        "and checkpoint-30 (98 %), and of the minimal trace of checkpoint-30 (98 %): its kind is too rare for these "
+        "errors to be right."
+    )
+    assert compared(models).texts()[-1] == warning
+    assert "30 (98 %): its kind is too rare" in " ".join(comparison_page(compared(models)).split())
+    # of two models, a verdict may say it
+    judged = compared({"a": model(2.0, 20.0, 1) | {"trace": estimate(20.0, 20 * alone)}, "b": model(2.0, 21.5, 2)})
+    assert judged.verdict().reasons == ("rare",)
+    assert str(judged).count("its kind is too rare") == 1
+
+
 @pytest.mark.parametrize(
     ("names", "series"),
     [

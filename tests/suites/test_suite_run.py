@@ -325,8 +325,14 @@ def test_a_plan_without_files_and_hub(here, capsys):
     assert document["download_bytes"] == 2 * 2 * (2_775_208_960 + 14_067_712)
     assert document["sizes"]["2,775,208,960 parameters"]["memory_bytes"] == 2**29 + 24 * 2_775_208_960
     assert document["sizes_from"] == ["the suite's table of parameters"]
+    assert document["clusters"] == 2
     assert main(["suite", "big.toml", "--plan"]) == 0
-    assert "To download: 11 GB" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "To download: 11 GB" in out
+    assert (
+        "2 trainings: the suite will have the numbers, but which measure predicts which outcome takes at least 3; to"
+        in out
+    )
     Path("big.toml").write_text(Path("big.toml").read_text().replace("parameters", "# parameters"))
     assert main(["suite", "big.toml", "--plan"]) == 0
     out = " ".join(capsys.readouterr().out.split())

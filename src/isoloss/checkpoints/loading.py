@@ -53,7 +53,7 @@ from isoloss.checkpoints.stored import (
 )
 from isoloss.errors import IsolossError, require, warn
 from isoloss.machine import resolve_device
-from isoloss.model_checks import is_causal_class, run_on_ids
+from isoloss.model_checks import input_embeddings, is_causal_class, run_on_ids
 from isoloss.registry import run_python
 
 Kind = Literal["masked", "causal"]
@@ -657,6 +657,11 @@ def _check_causal(model: Any, name: str) -> None:
     try:
         first, second = run_on_ids(model, ids)[:, :-1].float()
     except Exception as error:
+        if (table := input_embeddings(model)) is not None and len(table) <= int(ids.max()):
+            raise IsolossError(
+                f"{name} has a vocabulary of {len(table)} token, so the ids of any tokenizer are beyond it: was its "
+                "config made with the size of its tokenizer?"
+            ) from error
         raise IsolossError(
             f"{name} is a {type(model).__name__} that does not run on token ids alone: {reason(error)}"
         ) from error

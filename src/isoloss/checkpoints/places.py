@@ -98,6 +98,16 @@ def series_of(names: Iterable[str]) -> dict[str, dict[int, str]]:
     }
 
 
+def siblings_of(name: str) -> str | None:
+    """Return the pattern of the checkpoints beside one, at other steps; None where there are none."""
+    path = Path(name)
+    if not _IN_SERIES.fullmatch(path.name):
+        return None
+    pattern = re.sub(r"\d+", "*", path.name)
+    count = sum(1 for _ in path.expanduser().parent.glob(pattern))
+    return str(path.parent / pattern) if count > 1 else None
+
+
 def _in_folder(folder: Path, say: Callable[[str], None]) -> list[str]:
     """Return the checkpoints in a folder that is none itself."""
     series = sorted((path for path in folder.iterdir() if _IN_SERIES.fullmatch(path.name)), key=_by_numbers)

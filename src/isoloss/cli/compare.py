@@ -175,13 +175,16 @@ def main(arguments: list[str]) -> int:
         header, rows, left = compared.table(brief=True)
         common.print_table(compared.inputs, header, rows, left=left)
         if len(rows[0]) < len(compared.table()[0]):
-            common.note("the other measures are in --html, --csv and --json")
+            # the page of series has charts of the measures whose changes the text gives
+            places_of_all = "--csv and --json" if compared.series else "--html, --csv and --json"
+            common.note(f"the other measures are in {places_of_all}")
         for text in compared.texts(more):
             common.say("")
             common.say_wrapped(text)
         if len(compared.models) > 1 and failed is None:
             reasons = () if compared.series else compared.verdict().reasons
-            common.say_next(_next(args, arguments, reasons, num_sequences if has_more else None))
+            taken = num_sequences if has_more else None
+            common.say_next(_next(args, arguments, list(models.values()), reasons, taken))
     # last, so that a full disk does not cost the table
     _write(args, compared, common.command("compare", *arguments), more)
     if failed is None:
@@ -233,13 +236,21 @@ def _check(args: Any, names: list[str], models: list[str]) -> None:
     common.check_outputs(args, models, "html", "csv", "parquet", "figure")
 
 
-def _next(args: Any, arguments: list[str], reasons: Collection[Reason], taken: int | None) -> list[str]:
+def _next(
+    args: Any, arguments: list[str], models: list[str], reasons: Collection[Reason], taken: int | None
+) -> list[str]:
     """Return the commands that may answer what this one left open, built from its own arguments."""
     commands = []
     # the folder of --output has a comparison with other settings
     arguments = common.without_option(arguments, "--output")
     if taken is not None and not {"open", "loss open", "rare"}.isdisjoint(reasons):
         commands.append(common.command_with("compare", arguments, "--num-sequences", _MORE * taken))
+    if "loss" in reasons and len(models) == 2:
+        patterns = [places.siblings_of(model) for model in models]
+        first = next((place for place in range(len(arguments)) if arguments[place : place + 2] == [*args.models]), None)
+        # steps of one run have no other run to be paired with
+        if first is not None and None not in patterns and patterns[0] != patterns[1]:
+            commands.append(common.command("compare", *arguments[:first], *patterns, *arguments[first + 2 :]))
     # models of a text have a tokenizer
     is_text = args.data is not None and args.data.suffix.lower() not in (".npy", ".bin")
     if is_text and not args.task and not {"weights", "function"}.issuperset(reasons):

@@ -20,7 +20,15 @@ from isoloss.lab.evaluation.measures.base import FunctionMeasure, make_measure, 
 from isoloss.lab.presets import load_preset
 from isoloss.registry import MEASURES
 from isoloss.runs import Run, refuse_run
-from isoloss.statistics.estimate import Estimate, accuracy_bounds, interval, rarity, rounded, samples_of
+from isoloss.statistics.estimate import (
+    Estimate,
+    accuracy_bounds,
+    adjustment,
+    interval,
+    rarity,
+    rounded,
+    samples_of,
+)
 
 if TYPE_CHECKING:
     from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
@@ -306,7 +314,8 @@ def _remarks(args: Any, estimate: Estimate, inputs: Any) -> Iterator[str]:
         yield parameters
     if number := details.get("skipped_batches"):
         yield f"{number:,} batch{'es' if number > 1 else ''} skipped: every label is -100"
-    yield from _adjustment(estimate)
+    if adjusted := adjustment(estimate):
+        yield adjusted
     if "log_factors" in details:
         yield from _of_minimum(estimate)
     method = estimate.method
@@ -432,15 +441,3 @@ def _print_rows(
         number = f"{value:.4g}" if error is None else rounded(value, error)
         cells.append((name, number, f"{100 * value / estimate.value:.{digits}f} %"))
     common.print_table(title, (part, estimate.unit, "fraction"), cells)
-
-
-def _adjustment(trace: Estimate) -> Iterator[str]:
-    """Say how the auxiliary sample was used, or that it differs from what was measured; nothing where there is none."""
-    details = trace.details
-    number = details.get("auxiliary_directions", 0)
-    used = ["how probable each is after the one before"] if details.get("auxiliary_bigrams") else []
-    used += [f"{number} direction{'s' if number > 1 else ''} of their mean embedding"] if number else []
-    if used:
-        yield f"adjusted to all {details['auxiliary_sequences']:,} sequences by their tokens: {' and '.join(used)}"
-    elif details.get("auxiliary_differs"):
-        yield "not adjusted to the rest of the data by its tokens: those that were measured differ from them"

@@ -119,6 +119,8 @@ def main(arguments: list[str]) -> int:
         folder.check_outcomes(outcomes, args.predict)
         if args.plan:
             return _plan(folder, args)
+        if few := _too_few(folder):
+            common.note(few)
         status = _run(folder, args)
         if status == interrupts.status():
             return status
@@ -240,6 +242,20 @@ def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
     return status
 
 
+def _too_few(folder: SuiteFolder) -> str:
+    """Return that the suite will have no answers, because it has too few clusters; empty if it has enough."""
+    from isoloss.statistics.association import LEAST_CLUSTERS
+
+    count, cluster = folder.num_clusters(), folder.config.cluster or "training"
+    if count >= LEAST_CLUSTERS:
+        return ""
+    told = (
+        f"{count} {cluster}{'s' * (count > 1)}: the suite will have the numbers, but which measure predicts which "
+        f"outcome takes at least {LEAST_CLUSTERS}"
+    )
+    return f"{told}; to compare two trainings, see isoloss compare" if count == 2 else told
+
+
 def _sentences(answers: Sequence[Association]) -> Iterator[str]:
     """Yield the answers that are shown, the strongest others, and a sentence for each reason why pairs are unknown."""
     from isoloss.statistics.association import strongest_first
@@ -277,12 +293,15 @@ def _plan(folder: SuiteFolder, args: Any) -> int:
         "sizes_from": sorted({size.source for size in known.values() if size.parameters is not None}),
         "time_from": f"{len(measured)} checkpoints measured here" if measured else _GUESS,
         "unknown": [name for name, size in known.items() if size.parameters is None],
+        "clusters": folder.num_clusters(),
     }
     if args.json:
         common.emit_json(about)
         return 0
     done = sum(state.state == "done" for state in states)
     common.say(f"{len(states)} checkpoints, {done} done, to be kept in {folder.path}")
+    if few := _too_few(folder):
+        common.say_wrapped(few)
     if costs:
         print_costs(costs, "The rest, by size")
         common.say_wrapped(

@@ -25,11 +25,21 @@ from isoloss.comparison.verdict import (
     copies_in_words,
     in_digits,
     is_rounding,
+    listed,
     times_in_words,
     verdict,
 )
 from isoloss.statistics.comparison import times
-from isoloss.statistics.estimate import Estimate, accuracy_bounds, html_table, interval, number, samples_of
+from isoloss.statistics.estimate import (
+    Estimate,
+    accuracy_bounds,
+    adjustment,
+    html_table,
+    interval,
+    number,
+    rare,
+    samples_of,
+)
 from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, all_within, mcnemar, p_value
 from isoloss.statistics.tables import short_names, text_table
 
@@ -56,6 +66,7 @@ _STATES = {
     "concatenate": "all tokens",
 }
 _ROBUST = {"int4-rise": "More robust at 4 bits?", "noise-rise": "More robust to noise?"}
+_MOST_RARE = 5  # models that are named because one input makes up much of their error
 _MILLI = 1e-3  # nats, below which values are shown in thousandths
 _BRIEF = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise")
 
@@ -385,11 +396,35 @@ class ModelComparison(TraceComparison):
     def texts(self, more: str = "more inputs") -> list[str]:
         """Return the sentences below the table: units and errors, the verdict, and the other answers."""
         if len(self.models) == 1:
-            return [self.caption()]
-        if self.series:
-            return [self.caption(), *self._series_texts(more)]
-        # the verdict has the answers to the first two questions in it
-        return [self.caption(), str(self.verdict(more=more)), *map(str, self.answers()[2:])]
+            texts = []
+        elif self.series:
+            texts = self._series_texts(more)
+        else:
+            # the verdict has the answers to the first two questions in it
+            texts = [str(self.verdict(more=more)), *map(str, self.answers()[2:])]
+        return [self.caption(), *texts, *filter(None, [self.warning])]
+
+    @property
+    def warning(self) -> str:
+        """That one input makes up much of the error of some traces; empty where none does, or the verdict says so."""
+        if not self.series and len(self.models) > 1 and "rare" in self.verdict().reasons:
+            return ""
+        parts = []
+        for trace in self.traces:
+            leading = rare(self.of(trace))
+            largest = sorted(leading, key=leading.__getitem__, reverse=True)
+            shown = [f"{self.short[model]} ({100 * leading[model]:.0f} %)" for model in largest[:_MOST_RARE]]
+            if len(largest) > _MOST_RARE:
+                shown.append(f"{len(largest) - _MOST_RARE:,} more")
+            if shown:
+                parts.append(f"the {TITLES[trace]} of {listed(shown)}")
+        if not parts:
+            return ""
+        samples = next(iter(self.of("trace").values())).details["clusters"]
+        return (
+            f"One of the {samples} makes up more than a quarter of the squared error of {', and of '.join(parts)}: its "
+            "kind is too rare for these errors to be right."
+        )
 
     def caption(self) -> str:
         """Return the units of the numbers and the samples behind their errors, in words."""
@@ -397,6 +432,11 @@ class ModelComparison(TraceComparison):
         notes = [
             f"In nats per predicted token unless a unit is named; ± is the standard error over {samples_of(trace)}"
         ]
+        if adjusted := adjustment(trace):
+            # the same checkpoint behind another first model may be adjusted in another way
+            is_chosen = trace.details["auxiliary_bigrams"] and len(self.models) > 1
+            chosen = f", as is best for {self.short[next(iter(self.models))]}" if is_chosen else ""
+            notes.append(f"Traces are {adjusted}{chosen}")
         if self._part:
             rise = next(iter(self.of("int4-rise").values()))
             clusters = "" if rise.details["clusters"] == "sequences" else f"{samples_of(rise)} in "

@@ -23,7 +23,9 @@ _LEDE = (
 )
 _READING = (
     "Every difference is paired: all models read the same inputs, with the same random probes and the same noise, so "
-    "the error that they share cancels. Intervals have 95 % confidence.\n"
+    "the error that they share cancels. Intervals have 95 % confidence. Errors are over the inputs, not over "
+    "trainings: one training with each of two settings, such as two learning rates, shows how these two models differ, "
+    "but says nothing about the settings. For that, train each setting with several seeds (isoloss study).\n"
     "A model is called the flattest only if its trace and its minimal trace are both the smallest, the models have the "
     "same architecture, and their losses are shown to be the same. The trace alone is not enough: rescaling the "
     "weights can change it without changing a prediction.\n"
@@ -66,7 +68,8 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
     numbers = table(header, rows, left=left, caption=caption)
     if values:
         numbers, differences = differences + Markup('<p class="note">{}</p>').format(caption), ""
-    verdict = texts[0] if texts else ""  # the cards have the other answers
+    # the cards have the other answers
+    verdict = "\n".join(filter(None, [*(texts[:1] if others else ()), comparison.warning]))
     made = [comparison.inputs, command]
     sections = [
         Section(title="Verdict", body=verdict),
@@ -107,7 +110,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
                 row[column.freedom_column] = estimate.freedom
             rows.append(row)
     frame = pl.DataFrame(rows)
-    charts = {("steps", "Over the steps", "Each measure at each checkpoint."): curves(frame, shown)}
+    charts = {("steps", "Over the steps", "At each checkpoint."): curves(frame, shown)}
     panels = []
     for column in (column for column in shown if column.name in comparison.traces):
         drawn = []

@@ -365,7 +365,7 @@ def copies_in_words(comparison: TraceComparison, names: Mapping[str, str]) -> di
         "weights": "have identical weights.",
         "function": "have the same loss on every input: one function, different weights.",
     }
-    return {reason: f"{_listed(found)} {words[reason]}" for reason, found in copies.items() if found}
+    return {reason: f"{listed(found)} {words[reason]}" for reason, found in copies.items() if found}
 
 
 def _reasons(
@@ -397,9 +397,9 @@ def _reasons(
         f"the {superlative} {trace.replace('-', ' ')} (probability {probability(chances[trace])})" for trace in best
     ]
     if len(set(best.values())) == 1:
-        said = f"{names[best['trace']]} has {_listed(smallest)}"
+        said = f"{names[best['trace']]} has {listed(smallest)}"
     else:
-        said = _listed([f"{names[name]} has {what}" for name, what in zip(best.values(), smallest, strict=True)])
+        said = listed([f"{names[name]} has {what}" for name, what in zip(best.values(), smallest, strict=True)])
     said = f"{said}; {_ratios_in_words(comparison, best, names)}"
     minima = comparison.of("minimal-trace") if "minimal-trace" in comparison.traces else {}
     if not minima:
@@ -419,7 +419,7 @@ def _reasons(
     ]:
         yield (
             "near",
-            f"{said}, but the {_listed(near)} differ by less than a factor of {min_ratio:g}, the smallest that counts.",
+            f"{said}, but the {listed(near)} differ by less than a factor of {min_ratio:g}, the smallest that counts.",
         )
     elif min(chances.values()) < _SURE:
         yield "open", f"{said}. The errors are too large to tell."
@@ -443,7 +443,7 @@ def _reasons(
         ]
         found = "The losses differ by more than" if differ else "The losses are not shown to be within ±"
         ends = f"of {len(apart)} models, at the ends " * (len(shown) < len(apart))
-        yield "loss" if differ else "loss open", f"{found} {loss_margin:g} nats: {ends}{_listed(losses)} nats."
+        yield "loss" if differ else "loss open", f"{found} {loss_margin:g} nats: {ends}{listed(losses)} nats."
 
 
 def _conventions(least: Estimate) -> tuple[str, ...]:
@@ -474,7 +474,7 @@ def _ratios_in_words(
         subject = names[one]
         ratio = times_in_words(*comparison.ratio(trace, one, other))
         ratios.append(f"{owner} {trace.replace('-', ' ')} is {ratio} {names[other]}'s")
-    return _listed(ratios)
+    return listed(ratios)
 
 
 def times_in_words(ratio: float, interval: tuple[float, float]) -> str:
@@ -556,5 +556,6 @@ def is_rounding(difference: Estimate) -> bool:
     return difference.value**2 + difference.samples * difference.stderr**2 < _SAME_NATS**2
 
 
-def _listed(parts: list[str]) -> str:
+def listed(parts: list[str]) -> str:
+    """Return parts with commas and `and`."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

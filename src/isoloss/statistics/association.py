@@ -26,6 +26,7 @@ Integers = NDArray[np.intp]
 
 # words in the names of measures that are above 0 and differ between models by factors
 SCALES = {"trace", "fisher", "eigenvalue", "eigenvalues", "sharpness", "flatness", "norm"}
+LEAST_CLUSTERS = 3
 _LEVEL = 0.05
 _ALL = 7  # up to this many clusters, all permutations are taken, at most 5,040
 _DRAWN = 9_999  # permutations of more clusters
@@ -199,7 +200,7 @@ def associate(
         try:
             kept, logarithms = _values(columns, [measure, outcome], loss, labeled)
             x, y, at, of = kept[measure], kept[outcome], kept[loss], kept[clusters]
-            names, codes = labels(of, len(x), least=3)
+            names, codes = labels(of, len(x), least=LEAST_CLUSTERS)
             found = dataclasses.replace(none, logarithms=logarithms, observations=len(x), clusters=len(names))
             steps = np.zeros(len(x)) if along is None else column(along, kept[along])
             about: dict[str, Any] = {"given": {"loss": at}, "resamples": _RESAMPLES}
@@ -280,7 +281,8 @@ def _values(
         empty = next((name for name, some in zip(names, there, strict=True) if not any(some)), " and ".join(names))
         raise IsolossError(f"no checkpoint has a value for {empty}")
     kept: dict[str, Any] = {name: [columns[name][i] for i in rows] for name in names}
-    labels(kept[labeled[0]], len(rows), least=3)  # refuses too few clusters, of which the checks below are a result
+    # refuses too few clusters, of which the checks below are a result
+    labels(kept[labeled[0]], len(rows), least=LEAST_CLUSTERS)
     kept |= {name: column(name, kept[name]) for name in (*pair, loss)}
     # without the name of a text, "trace (docs)"
     scales = [name for name in pair if SCALES.intersection(re.split("[^a-z]+", name.partition(" (")[0].lower()))]

@@ -170,6 +170,19 @@ def samples_of(estimate: Estimate) -> str:
     return "" if estimate.is_exact else f"{estimate.samples:,} {estimate.details.get('clusters', probes)}"
 
 
+def adjustment(trace: Estimate) -> str:
+    """Return how a trace is adjusted to an auxiliary sample, or that this differs from what was measured."""
+    details = trace.details
+    number = details.get("auxiliary_directions", 0)
+    used = ["how probable each is after the one before"] if details.get("auxiliary_bigrams") else []
+    used += [f"{number} direction{'s' if number > 1 else ''} of their mean embedding"] if number else []
+    if used:
+        return f"adjusted to all {details['auxiliary_sequences']:,} sequences by their tokens: {' and '.join(used)}"
+    if details.get("auxiliary_differs"):
+        return "not adjusted to the rest of the data by its tokens: those that were measured differ from them"
+    return ""
+
+
 def rarity(estimates: Mapping[str, Estimate]) -> str:
     """Return a warning that one sample makes up much of the error of an estimate; empty where none does.
 
@@ -184,15 +197,21 @@ def rarity(estimates: Mapping[str, Estimate]) -> str:
         >>> rarity({"a": e})
         'one of the samples makes up 68 % of the squared error of a: with so few like it, the error is unreliable'
     """
-    leading = {name: _leading(estimate) for name, estimate in estimates.items() if estimate.samples >= _FEW}
-    name = max(leading, key=leading.__getitem__, default="")
-    if leading.get(name, 0) <= _LEADING:
+    leading = rare(estimates)
+    if not leading:
         return ""
+    name = max(leading, key=leading.__getitem__)
     samples = next((e.details["clusters"] for e in estimates.values() if "clusters" in e.details), "samples")
     return (
         f"one of the {samples} makes up {100 * leading[name]:.0f} % of the squared error{name and f' of {name}'}: "
         "with so few like it, the error is unreliable"
     )
+
+
+def rare(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """Return the largest part that a sample has in the squared error, of the estimates where it is above a quarter."""
+    leading = {name: _leading(estimate) for name, estimate in estimates.items() if estimate.samples >= _FEW}
+    return {name: part for name, part in leading.items() if part > _LEADING}
 
 
 def _leading(estimate: Estimate) -> float:

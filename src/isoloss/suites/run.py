@@ -29,8 +29,8 @@ from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.tables import label
 from isoloss.studies.plan import Expected, Resources, Unit
 from isoloss.studies.run.local import visible_gpus
-from isoloss.suites.config import Member, SuiteConfig, file_name, is_measure
-from isoloss.suites.table import RECORD, SuiteTable, column_name, empty, number, parts_of
+from isoloss.suites.config import Member, SuiteConfig, file_name, is_measure, label_names
+from isoloss.suites.table import RECORD, SuiteTable, clusters, column_name, empty, number, parts_of
 
 if TYPE_CHECKING:
     from isoloss.lab.evaluation.context import MeasureContext, ModelInfo
@@ -75,6 +75,12 @@ class SuiteFolder:
             for text, source in self.sources.items()
             for name in settings
         ]
+
+    def num_clusters(self) -> int:
+        """Return how many independent units the checkpoints are of, if none of them are copies."""
+        labels = label_names(member.labels for member in self.members)
+        rows = ({"checkpoint": each.name, **dict.fromkeys(labels), **each.labels} for each in self.members)
+        return len({*clusters(self.config, labels, rows)})
 
     def cell(self, member: Member, text: str, measure: str) -> Path:
         """Return the file of a cell."""

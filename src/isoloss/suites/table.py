@@ -78,7 +78,7 @@ class SuiteTable:
     @property
     def along(self) -> str:
         """The label of the position in a training run; empty if there is none."""
-        return self.config.along or ("step" if "step" in self.labels else "")
+        return _along(self.config, self.labels)
 
     def wide(self) -> Any:
         """Return a `polars.DataFrame` with a row for each checkpoint, in the order of the suite.
@@ -103,14 +103,7 @@ class SuiteTable:
 
     def clusters(self) -> list[str]:
         """Return the independent unit of each row of `wide`: its label `cluster`, else all labels except `along`."""
-        wide = self.wide()
-        names = [self.config.cluster] if self.config.cluster else [name for name in self.labels if name != self.along]
-        if not names:
-            return wide["checkpoint"].to_list() if not self.along else [""] * len(wide)
-        if len(names) == 1:
-            return [str(value) for value in wide[names[0]]]
-        # with the names: "a, b" and "c" are not "a" and "b, c"
-        return [", ".join(f"{name} {row[name]}" for name in names) for row in wide.iter_rows(named=True)]
+        return clusters(self.config, self.labels, self.wide().iter_rows(named=True))
 
     def copies(self) -> dict[str, list[str]]:
         """Return, by checkpoint, the later checkpoints with identical weights."""
@@ -186,6 +179,22 @@ class SuiteTable:
             f"{where[0]}{f' and {len(where) - 1:,} more' if len(where) > 1 else ''}: {problem}"
             for problem, where in found.items()
         ]
+
+
+def clusters(config: SuiteConfig, labels: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the independent unit of each checkpoint, of rows with its name and its labels."""
+    along = _along(config, labels)
+    names = [config.cluster] if config.cluster else [name for name in labels if name != along]
+    if not names:
+        return ["" if along else row["checkpoint"] for row in rows]
+    if len(names) == 1:
+        return [str(row[names[0]]) for row in rows]
+    # with the names: "a, b" and "c" are not "a" and "b, c"
+    return [", ".join(f"{name} {row[name]}" for name in names) for row in rows]
+
+
+def _along(config: SuiteConfig, labels: Sequence[str]) -> str:
+    return config.along or ("step" if "step" in labels else "")
 
 
 def column_name(measure: str, text: str) -> str:

@@ -285,7 +285,8 @@ def _fitting(
     fitting = {task: dataclasses.replace(probe, probe_pooling=pooling) for task, probe in probes.items()}
     for task, probe in fitting.items():
         if (reason := probe.why_not_applicable(context)) is not None:
-            from_files = "" if probe.task_data else f"; with task_data, {task}=PATH, its examples are read from files"
+            files_of = f"; to read its examples from files, give {task}=PATH as --task-data (in Python, task_data)"
+            from_files = "" if probe.task_data else files_of
             raise IsolossError(f"the task {task} cannot be measured: {reason}{from_files}")
         try:
             for info in infos:

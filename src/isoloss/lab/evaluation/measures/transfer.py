@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from isoloss.transfer.tasks import TaskData
     from isoloss.transfer.text_tasks import TextExamples
 
+_TASK_DATA = "--task-data (in Python, task_data)"
+
 # --- any task --------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +66,7 @@ class TaskMeasure(SeededMeasure):
         entries = (given,) if isinstance(given, str) else given
         own = tuple(entry for entry in entries if _task_of(entry, self.task) == registered_name(self.task))
         if len(own) > 1:
-            raise IsolossError(f"task_data has the examples of {self.task} twice: {' and '.join(own)}")
+            raise IsolossError(f"{_TASK_DATA} has the examples of {self.task} twice: {' and '.join(own)}")
         object.__setattr__(self, "task_data", own)
         if self._source is None:
             object.__setattr__(self, "task_length", None)
@@ -185,7 +187,9 @@ def _task_of(entry: Any, task: str) -> str:
     name, has_path, path = str(entry).partition("=")
     if not (has_path and path) or (name != task and registered_text_task(name) is None):
         tasks = ", ".join(other for other, task in TASKS.loaded().items() if isinstance(task, TextTask))
-        raise IsolossError(f"task_data has {entry!r}; an entry is NAME=PATH with a task of text ({tasks}) as its name")
+        raise IsolossError(
+            f"{_TASK_DATA} has {entry!r}; an entry is NAME=PATH with a task of text ({tasks}) as its name"
+        )
     return registered_name(name)
 
 
