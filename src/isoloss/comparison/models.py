@@ -422,8 +422,8 @@ class ModelComparison(TraceComparison):
             return ""
         samples = next(iter(self.of("trace").values())).details["clusters"]
         return (
-            f"One of the {samples} makes up more than a quarter of the squared error of {', and of '.join(parts)}: its "
-            "kind is too rare for these errors to be right."
+            f"One of the {samples} makes up more than a quarter of the squared error of {', and of '.join(parts)}: "
+            "with so few like it, these errors are unreliable."
         )
 
     def caption(self) -> str:
