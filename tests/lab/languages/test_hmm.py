@@ -128,8 +128,7 @@ THREE = [[0.5, 0.25, 0.25], [2**-13, 0.875, 0.125 - 2**-13], [2**-10, 2**-10, 1 
         (KEPT, FAINT, [60, 80], False),
         (KEPT, STEEP, [5, 6], False),
         (KEPT, STEEP, [30, 31], True),
-        (LEFT, FAINT, [60, 80], False),
-        (LEFT, FAINT, [0, 60, 80], False),
+        (LEFT, FAINT, [0, 60, 0, 80], False),
         (np.eye(3), THREE, [15, 120, 20, 5], True),
     ],
 )
