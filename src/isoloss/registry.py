@@ -175,13 +175,7 @@ class Registry:
         if not pattern or not isinstance(target := self._all()[pattern].target, str):
             return ""
         package = target.partition(":")[0].partition(".")[0]
-        if package == __name__.partition(".")[0] or (spec := importlib.util.find_spec(package)) is None:
-            return ""
-        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-        paths = sorted(path for folder in folders for path in folder.rglob("*.py")) or [Path(spec.origin or "")]
-        lines = [line.rstrip() for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
-        counting = [line for line in lines if line and not line.lstrip().startswith("#")]
-        return hashlib.sha256("\n".join(counting).encode()).hexdigest()
+        return "" if package == __name__.partition(".")[0] else _code_sha256(package)
 
     def _check(self, name: str, component: Any, where: str) -> None:
         """Refuse what is no such component; `where` says what it is of, for the message."""
@@ -242,6 +236,18 @@ def _resolved(target: str) -> Any:
         return getattr(sys.modules[module], attribute)
     except (KeyError, AttributeError):
         return pkgutil.resolve_name(target)
+
+
+@functools.cache
+def _code_sha256(package: str) -> str:
+    if (spec := importlib.util.find_spec(package)) is None:
+        return ""
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    # a module of one file, which may be compiled
+    paths = paths or [Path(spec.origin)] if spec.has_location and spec.origin else paths
+    lines = [line.rstrip() for path in paths for line in path.read_bytes().splitlines()]
+    return hashlib.sha256(b"\n".join(line for line in lines if line and not line.lstrip().startswith(b"#"))).hexdigest()
 
 
 def _place(target: Any) -> Any:
