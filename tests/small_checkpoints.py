@@ -66,9 +66,15 @@ def with_special(backend):
 
 
 def gpt2(vocabulary, seed=0, width=8):
-    torch.manual_seed(seed)
-    sizes = {"n_embd": width, "n_layer": 1, "n_head": 2, "n_positions": 16, "initializer_range": 0.3}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, bos_token_id=0, eos_token_id=1, **sizes)).eval()
+    """A GPT-2 whose matrices are drawn here: transformers draws other ones in other versions."""
+    sizes = {"n_embd": width, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, bos_token_id=0, eos_token_id=1, **sizes))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for values in model.parameters():
+            if values.ndim > 1:
+                values.normal_(0, 0.3, generator=generator)
+    return model.eval()
 
 
 def bert(vocabulary, seed=0):
