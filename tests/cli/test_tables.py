@@ -196,7 +196,7 @@ def summary():
         paper="theorem 3.3",
         **ABOUT | {"direction": "decrease"},
     )
-    untested = Claim(id="adversarial", statement="A model is sharper", paper="table 2", **ABOUT)
+    untested = [Claim(id=f"adversarial-{i}", statement="A model is sharper", paper="table 2", **ABOUT) for i in "12"]
     ours = {"AdamW's last": estimate(33.88, 0.13), "SGD's last": estimate(9.343, 0.082)}
     better = Claim(id="sgd-transfer", statement="SGD improves transfer", paper="figure 10", **ABOUT)
     numbers = {**ours, "half": estimate(-7.6, 0.11)}
@@ -231,7 +231,7 @@ def summary():
     results = (
         ClaimResult(claim=flatter, answers=(half,)),
         ClaimResult(claim=better, answers=tuple(answers)),
-        ClaimResult(claim=untested, answers=(untold,)),
+        *(ClaimResult(claim=each, answers=(untold,)) for each in untested),
     )
     rows = [(("sgd-d64", 8000), {"kl": estimate(0.04125, 0.00074), "trace": estimate(9.343, 0.082)})]
     family = Family(claims_sha256="0a1b", loss_margin=0.01, secondary_tests=3)
@@ -251,8 +251,9 @@ def test_the_answer_is_printed_and_a_line_for_each_claim(capsys, monkeypatch):
         "",
         "✓ sgd-flatter: shown; -7.60 ± 0.11 nats/token (95 % -7.85 to -7.35)",
         "✓ sgd-transfer, a: shown; +3.00 ± 0.50 points (95 % 1.85 to 4.15)",
-        "○ sgd-transfer, b: not shown; +0.50 ± 0.50 points (95 % -0.65 to 1.65)",
-        "– adversarial: not tested",
+        "○ sgd-transfer, b: not shown (adjusted p = 0.2); +0.50 ± 0.50 points (95 % -0.65",
+        "  to 1.65)",
+        "– adversarial-1; adversarial-2: not tested",
         "Scale smoke: no verdict is given.",
     ]
 

@@ -846,10 +846,13 @@ def print_summary(title: str, summary: Summary) -> None:
         common.say_wrapped(f"{card.label}{'' if card.label.endswith('?') else ':'} {card.value}")
         common.say_wrapped(card.detail, indent=4)
     common.say("")
+    by_words: dict[tuple[str, str], list[str]] = {}  # what is not tested for one reason is one line
     for result in summary.claims if summary.answer else ():
         for tone, case, words in claim_lines(result):
             name = f"{result.claim.id}, {case}" if case else result.claim.id
-            common.say(f"{SIGNS[tone]} {name}: {words}")
+            by_words.setdefault((SIGNS[tone], words), []).append(name)
+    for (sign, words), names in by_words.items():
+        common.say_wrapped(f"{sign} {'; '.join(names)}: {words}")
     if summary.warning:
         common.say_wrapped(summary.warning)
     if summary.missed is not None:

@@ -275,7 +275,7 @@ def compared(results: Results, *, name: str, model: Model = "attention") -> list
 
 
 def _contrast(results: Results, units: Sequence[BracketUnit], arms: tuple[str, str], case: str) -> Contrast:
-    """Return the pairs of two arms, without those of which one missed the target: they are not at one loss."""
+    """Return the pairs of two arms, without those of which one missed the target: they are not at the same loss."""
     pairs = {unit: (results.at(unit.run(arms[0])), results.at(unit.run(arms[1]))) for unit in units}
     kept = {unit: pair for unit, pair in pairs.items() if not any(missed(one) for one in pair)}
     left_out = f"Left out at {case}: {len(pairs) - len(kept)} of {len(pairs)} pairs, as a run missed the target."

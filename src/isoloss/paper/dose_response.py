@@ -643,7 +643,7 @@ def _settings(scale: DoseResponse) -> dict[str, str]:
 STUDY = Study(
     name="dose-response",
     scales=SCALES,
-    title="At one loss, does a flatter model transfer better, and a sharper one worse?",
+    title="At the same loss, does a flatter model transfer better, and a sharper one worse?",
     lead=(
         "Small masked language models predict almost as well as the true probabilities of their grammar. A penalty on "
         "the logarithm of the trace of the Fisher information, which stays on until the end, makes them flatter or "

@@ -676,7 +676,7 @@ def _settings(scale: Optimizers) -> dict[str, str]:
 STUDY = Study(
     name="optimizers",
     scales=SCALES,
-    title="At one loss and across optimizers, does transfer go with flatness or with effective rank?",
+    title="At the same loss and across optimizers, does transfer go with flatness or with effective rank?",
     lead=(
         "Small causal language models (Llama) on grammars with roughly Zipfian token frequencies are trained by eight "
         "optimizers with three learning rates each, all to the same KL to the true conditionals. Measures: the "

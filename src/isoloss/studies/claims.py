@@ -528,9 +528,13 @@ class ClaimResult:
             return f"{answer.verdict.value}, and smaller than {size}"
         if answer.withheld:
             return f"{answer.verdict.value}: {answer.withheld}"
+        verdict = answer.verdict.value
+        # the interval beside it is not adjusted, and may exclude 0
+        if answer.p_adjusted is not None and answer.p_value is not None and answer.p_value < ALPHA <= answer.p_adjusted:
+            verdict += f" (adjusted p = {answer.p_adjusted:.2g})"
         # that it is shown, the page says once
         control = "" if answer.positive_control == CONTROL_SHOWN else answer.positive_control
-        return answer.verdict.value + (f"; {control}" if control else "")
+        return verdict + (f"; {control}" if control else "")
 
 
 # --- the rule of a verdict -------------------------------------------------------------------------------------------

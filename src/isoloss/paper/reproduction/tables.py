@@ -243,7 +243,7 @@ def _sizes(data: DatasetResults) -> SummaryTable:
     return _table(data, "sizes", "sizes and steps", ("size", "steps"), rows, _after(dataset), caption)
 
 
-# --- models at one loss ----------------------------------------------------------------------------------------------
+# --- models at the same loss -----------------------------------------------------------------------------------------
 
 
 def _expansions(data: DatasetResults) -> SummaryTable:
