@@ -6,7 +6,7 @@ LANGUAGES = {
         "pcfg": ("PCFGConfig", "a random layered grammar"),
         "grammar": ("GrammarConfig", "a grammar given by its rules"),
         "brackets": ("BracketsConfig", "the paper's bracket language (section 5)"),
-        "hidden-bracket": ("HiddenBracketConfig", "brackets with one hidden; the last token says which"),
+        "hidden-bracket": ("HiddenBracketConfig", "brackets with one hidden; the last token says whether it is < or >"),
         "dyck": ("DyckConfig", "nested brackets of several kinds, as a grammar"),
         "hmm": ("HMMConfig", "a random block-diagonal hidden Markov model"),
         "corpus": ("CorpusConfig", "real text"),

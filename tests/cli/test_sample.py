@@ -44,7 +44,7 @@ def test_brackets(capsys):
         sentence,
         f"    log-probability -4.2485 nats; entropy of each token {zeros} nats",
         "",
-        "the first sentence with one token masked: the likeliest tokens there, and the one that it was",
+        "the first sentence with one token masked: the likeliest tokens there, and the true one",
         f"    {hidden[0]}",
         f"        {words[2]} 1.000; it was {words[2]} 1.000",
         f"    {hidden[1]}",

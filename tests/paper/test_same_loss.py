@@ -235,7 +235,8 @@ def test_the_answer_says_what_the_verdicts_say():
     )
     assert flatter.value == "Yes: 0.50 times the trace, 0.75 times the minimal trace"
     assert re.match(r"Yes: \+(1\.9|2\.0)", transfers.value)
-    assert re.match(r"Yes: -(4\.9|5\.0)", differ.value)
+    assert (differ.value, differ.tone) == ("2 of 4 cases shown", "unclear")
+    assert re.search(r": -(4\.9|5\.0)\d* ± .*, shown; .*; 3 more cases below: 1 shown, 2 not shown$", differ.detail)
     worse = answer(results_of(**PASSING | {"label_noise": same | {"probe-prefix-4": -0.02}}))
     assert re.match(r"No, the opposite: -(1\.9|2\.0)", worse[1].value)
     blind = answer(results_of(**PASSING | {"helper": {}}))

@@ -134,6 +134,20 @@ def test_the_page_has_the_test_of_equal_loss_beside_the_verdict():
         assert "loss" not in card_of("Does it?", result).detail
 
 
+def test_a_claim_is_affirmed_by_all_its_cases_only():
+    moves = MOVES[:1].repeat(2, axis=0) * np.array([[1.0], [-1.0]])
+    (mixed,) = results_of([claim(0, measures={"a": "m0", "b": "m1"})], contrast(moves, 0, clusters=GRAMMARS))
+    assert [each.verdict for each in mixed.answers] == [Verdict.SHOWN, Verdict.CONTRADICTED]
+    card = card_of("Does it?", mixed)
+    assert (card.value, card.tone) == ("1 of 2 cases shown", "unclear")
+    assert card.detail.endswith("; 1 more case below: contradicted")
+    # one case decides a primary claim, and what speaks against it stands beside it
+    first = claim(0, measures={"a": "m0", "b": "m1"}, role="primary", case="a")
+    card = card_of("Does it?", *results_of([first], contrast(moves, 0, clusters=GRAMMARS)))
+    assert card.value.startswith("Yes: +")
+    assert card.detail.endswith("; 1 more case below: contradicted")
+
+
 def test_the_adjusted_difference_is_beside_the_verdict_and_does_not_make_it():
     slope = Estimate(value=-20.0, stderr=3.0, samples=8, unit="points per nat", num_predictions=8, method="slope")
     for loss in (0.002, 0.05):

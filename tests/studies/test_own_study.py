@@ -216,7 +216,7 @@ def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path)
     assert summary.missed.runs == {"without": [sentence]}
     assert summary.missed.next_step == (
         "To train all runs again, for longer, raise the steps of these stages in the study (the default warm-up grows "
-        "with steps; warmup_steps sets it), and run isoloss study run dropout.py --scale tiny --folder out-longer"
+        "with steps; warmup_steps sets it), and run isoloss study run my_study.py --scale tiny --folder out-longer"
     )
     page = report(folder)[0].read_text()
     assert 'class="banner"' not in page

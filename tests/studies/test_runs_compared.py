@@ -14,7 +14,7 @@ from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.significance import equivalence
 from isoloss.studies import Experiment, Measurement, Scale
-from isoloss.studies.answer import Comparison, setup
+from isoloss.studies.answer import Comparison, below_majority, setup
 from isoloss.studies.results import CheckpointEstimate, Results, change
 from known_estimates import ON, estimate
 
@@ -221,3 +221,7 @@ def test_the_setup_has_the_accuracy_of_the_majority_class_where_it_is_known():
         probe = checkpoint["probe-root"]
         checkpoint["probe-root"] = dataclasses.replace(probe, details=probe.details | {"majority_rate": rate})
     assert setup(found).endswith(" The majority class alone has an accuracy of 54.00 to 56.00 % (root).")
+    assert below_majority(found) == []
+    probe = checkpoint["probe-root"]
+    checkpoint["probe-root"] = dataclasses.replace(probe, value=0.55)
+    assert below_majority(found)[0].startswith("1 of 8 probes of root are less accurate than always guessing")

@@ -33,7 +33,7 @@ EXAMPLES = [
         "isoloss expand runs/first --into d128 --embedding-scale balanced",
         "another way; without --output nothing is written",
     ),
-    ("isoloss expand runs/heads --into d128 --heads 8", "a size with heads as narrow as those of a d64 of 4 heads"),
+    ("isoloss expand runs/heads --into d128 --heads 8", "a size with heads as narrow as those of a d64 with 4 heads"),
     ("isoloss expand CHECKPOINT --into d1536 --data text.txt", "any BERT, RoBERTa or OPT, measured on your text"),
 ]
 # what `--help` shows; `--help-all` shows the rest

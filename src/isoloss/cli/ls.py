@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> int:
             title, headings, [list(row.values()) for row in shown], left=1 if name == "sizes" else len(headings)
         )
         if name == "kinds":
-            common.say_wrapped("isoloss ls KIND lists one kind, isoloss ls KIND NAME shows one of it.")
+            common.say_wrapped("isoloss ls KIND lists one kind; isoloss ls KIND NAME shows one entry of it.")
         if name in ("models", "sizes"):
             common.say_wrapped(FREE_SHAPES)
         common.say("")

@@ -22,7 +22,7 @@ EXAMPLES = [
     ("isoloss sample dyck-2 --tree", "with the derivation of each sentence, for a grammar"),
     ("isoloss sample hmm-laptop --states", "with the hidden states, for a hidden Markov model"),
     ("isoloss sample dyck-2 --save dyck.safetensors", "writes the language to a file, which every subcommand reads"),
-    ("isoloss sample grammar.pcfg --num-sentences 1000 --json", "a thousand of your own grammar's, as JSON"),
+    ("isoloss sample grammar.pcfg --num-sentences 1000 --json", "a thousand sentences of your own grammar, as JSON"),
     ("isoloss sample text/ --tokenizer tokenizer --length 32", "packed sequences of real text"),
 ]
 CONDITIONALS = 3  # masked tokens that are shown unasked
@@ -46,9 +46,9 @@ class Args:
     seed: int = 0
     """Decides the draw."""
     tree: bool = False
-    """For a grammar: also give the tree that each sentence was derived by, (SYMBOL child child) or (SYMBOL token)."""
+    """For a grammar: also print each sentence's derivation, (SYMBOL child child) or (SYMBOL token)."""
     states: bool = False
-    """For a hidden Markov model: also give the states that each sentence was drawn through."""
+    """For a hidden Markov model: also print the hidden states behind each sentence."""
     conditionals: int | None = configs.setting(None, minimum=0, note="0: none")
     """How many tokens of the first sentence to mask, one at a time; the likeliest tokens are listed for each; default:
     3, or 1 for a causal model."""
@@ -220,7 +220,7 @@ def _say_sentences(rows: list[dict[str, Any]]) -> None:
 
 def _say_conditionals(conditionals: list[dict[str, Any]], words: list[str]) -> None:
     if conditionals:
-        common.say("\nthe first sentence with one token masked: the likeliest tokens there, and the one that it was")
+        common.say("\nthe first sentence with one token masked: the likeliest tokens there, and the true one")
     for one in conditionals:
         shown = [MASKED if position == one["position"] else word for position, word in enumerate(words)]
         likeliest = ", ".join(map(_with_probability, one["likeliest"]))

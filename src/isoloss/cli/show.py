@@ -16,7 +16,7 @@ EXAMPLES = [("isoloss show runs/first", "config, progress, checkpoints and evalu
 
 @dataclass(frozen=True)
 class Args:
-    """Show a run: its config, how far it is, and what was measured."""
+    """Show a run: its config, how far it has got, and what was measured."""
 
     run: options.Positional[Path]
     """The run directory."""

@@ -311,7 +311,7 @@ class _Report(_Command):
     """Write the page of a finished study."""
 
     partial: bool = False
-    """Write it from the complete blocks of a study that is not finished; verdicts follow when all are."""
+    """Write it from the complete blocks of an unfinished study; verdicts follow once all blocks are complete."""
 
     def run(self) -> int:
         from isoloss.studies.page import report
@@ -403,7 +403,7 @@ class _New:
     """Write NAME.py into the current folder: a study to start from."""
 
     name: options.Positional[str]
-    """What the study is to be called."""
+    """Name of the new study."""
     checkpoints: tuple[str, ...] = ()
     """Checkpoint folders, or names on the Hugging Face hub, that the study compares on --data."""
     data: Path | None = None

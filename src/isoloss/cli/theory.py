@@ -187,7 +187,8 @@ def _flow_table(settings: Settings, result: Result) -> Table:
 @dataclass(frozen=True, kw_only=True)
 class BracketsArgs(CommonArgs, BracketsSettings):
     """Compare solutions of a language of brackets at zero loss: their traces of the Hessian by visiting every input,
-    the flattest by descent on the trace, and heads on each downstream (Theorem 5.1, Lemmas G.1 to G.5, Theorem G.6).
+    the flattest by descent on the trace, and heads fitted on each for
+    the downstream task (Theorem 5.1, Lemmas G.1 to G.5, Theorem G.6).
     """
 
     def report(self) -> Report:

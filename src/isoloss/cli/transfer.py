@@ -109,7 +109,7 @@ class Args:
     seed: int = 0
     """Decides the examples and the classifiers."""
     output: Path | None = None
-    """Folder for each model's result (.json), predictions (.jsonl) and, of fine-tuning, the state to resume from."""
+    """Folder for each model's result (.json), predictions (.jsonl) and, for fine-tuning, the state to resume from."""
     threads: int = 0
     """CPU threads; 0: all cores."""
     json: bool = False
@@ -413,7 +413,7 @@ def _print(args: Args, name: str, task: TaskData, result: TransferResult) -> Non
         common.say_wrapped(problem, indent=2)
     common.say_wrapped(
         f"{details['num_test']:,} test and {details['num_train']:,} training examples, "
-        f"{100 * task.overlap:.1f} % of the former among the latter",
+        f"{100 * task.overlap:.1f} % of the test examples are also training examples",
         indent=2,
     )
     if (text := task.coverage) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from isoloss.errors import IsolossError
@@ -85,7 +86,7 @@ def _is_open(answer: Answer) -> bool:
 def card_of(label: str, result: ClaimResult) -> Card:
     """Return the card of a claim: the verdict on its case as a gate or the first that was tested, and its difference.
 
-    `label` is the question that the claim affirms.
+    `label` is the question that the claim affirms. A claim about several cases is affirmed by all of them only.
     """
     judged = [answer for answer in result.answers if answer.verdict is not Verdict.NOT_TESTED]
     gate = [answer for answer in result.answers if answer.role != "secondary"]
@@ -93,12 +94,16 @@ def card_of(label: str, result: ClaimResult) -> Card:
     tone = TONES[answer.verdict]
     if answer.difference is None:
         return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
-    more, same_loss = len(result.answers) - 1, _gate(answer)
+    others, same_loss = [each for each in result.answers if each is not answer], _gate(answer)
     effect = format_difference(answer.difference)
     words = [f"{_title(answer, result.claim)}: {detail(answer.difference)}"]
     if answer.verdict is Verdict.NOT_TESTED and same_loss is not None and not same_loss.shown:
         value = "Not tested: the losses may differ"
         words = [f"by {format_difference(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
+    elif not gate and len({each.verdict for each in result.answers}) > 1:
+        shown = sum(each.verdict is Verdict.SHOWN for each in result.answers)
+        value, tone = f"{shown} of {len(result.answers)} cases shown", "unclear"
+        words = [f"{_title(answer, result.claim)}: {effect} ({detail(answer.difference)}), {result.words(answer)}"]
     elif answer.withheld:
         value, words = f"Not tested: {answer.withheld}", [f"{effect}; {words[0]}"]
     elif answer.verdict is Verdict.NO_EFFECT:
@@ -112,8 +117,10 @@ def card_of(label: str, result: ClaimResult) -> Card:
             words.append(answer.positive_control)
     if same_loss is not None and same_loss.shown:
         words.append(f"loss: {format_difference(same_loss.difference)}, {_within(same_loss)}")
-    if more:
-        words.append(f"{more} more case{'s' * (more > 1)} below")
+    if others:
+        verdicts = Counter(each.verdict.value for each in others)
+        counts = ", ".join(verdicts if len(verdicts) == 1 else (f"{n} {verdict}" for verdict, n in verdicts.items()))
+        words.append(f"{len(others)} more case{'s' * (len(others) > 1)} below: {counts}")
     return Card(label=label, value=value, detail="; ".join(words), tone=tone)
 
 
@@ -444,3 +451,16 @@ def _majority(results: Results, key: str) -> str:
     found = [each[key].details.get("majority_rate") for each in results.checkpoints.values()]
     rates = sorted({f"{100 * rate:.2f}" for rate in found if rate is not None}, key=float)
     return f"{' to '.join(dict.fromkeys((rates[0], rates[-1])))} % ({key.removeprefix('probe-')})" if rates else ""
+
+
+def below_majority(results: Results) -> list[str]:
+    """Return a sentence for each task in which probes are less accurate than its most common class."""
+    found = []
+    for key in (key for key in results.keys if key.startswith("probe-")):
+        probes = [each[key] for each in results.checkpoints.values()]
+        if below := sum(probe.value < probe.details.get("majority_rate", 0) for probe in probes):
+            found.append(
+                f"{below} of {len(probes)} probes of {key.removeprefix('probe-')} are less accurate than always "
+                "guessing the most common class, so this task can show little."
+            )
+    return found

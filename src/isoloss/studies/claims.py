@@ -314,7 +314,10 @@ class Claim:
         if self.loss_margin is not None:
             positive("loss_margin", self.loss_margin)
         if self.case and self.role == "secondary":
-            raise IsolossError(f"case is {self.case!r}, but the role is secondary, and secondary claims test all cases")
+            raise IsolossError(
+                f"case is {self.case!r}, but the role is secondary, and a secondary claim tests every case: leave out "
+                "case, or give the claim another role"
+            )
         if self.no_effect_within is not None:
             positive("no_effect_within", self.no_effect_within)
             if self.direction == "no change within":

@@ -16,11 +16,10 @@ from isoloss.errors import IsolossError, naming_extras, require_package
 from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
-from isoloss.registry import STUDIES
 from isoloss.report.html import Card
 from isoloss.run_config import StageConfig, TrainConfig
 from isoloss.runs import Run
-from isoloss.studies.answer import Comparison, claim_cards
+from isoloss.studies.answer import Comparison, below_majority, claim_cards
 from isoloss.studies.claims import ClaimResult, check_claims, claims_sha256, judge_claims, planned_tests
 from isoloss.studies.plan import Experiment, Measurement, Resources, Unit, call_study_hook
 from isoloss.studies.results import Results, run_of
@@ -32,7 +31,7 @@ CLAIMS = "claims"  # the key in study.json of each claim's hash at the start
 # seconds on one core of a recent server, of the models that studies on a laptop have; only the order matters before
 # anything is measured, and `isoloss.studies.status` corrects them by what has been
 MEASURING_SECONDS = 0.4  # of one measure of one checkpoint
-STARTING_SECONDS = 1.0  # of a run
+STARTING_SECONDS = 4.0  # of a unit, which is a process: mostly imports
 STEP_SECONDS = 0.0005  # of a step with a batch of one sentence; it grows with the square root of the batch
 COMPILED = 3.0  # how many times as fast compiled runs train
 TO_TARGET = 1 / 8  # of its steps, that a stage with a target makes: they are the most that it may make
@@ -67,8 +66,7 @@ class StudyFolder:
     @property
     def command(self) -> str:
         """The command that runs the study in its usual folder."""
-        name = self.study.name if self.study.name in STUDIES else f"{self.study.name}.py"
-        return shlex.join(["isoloss", "study", "run", name, *self.options])
+        return shlex.join(["isoloss", "study", "run", self.study.file or self.study.name, *self.options])
 
     # --- the files of the plan
 
@@ -267,7 +265,7 @@ class StudyFolder:
             for word in (f"--{key.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value]))
         ]
         what = ("--measures", *part.measures, "--steps", *map(str, planned), *settings, *_device(part.needs))
-        guess = MEASURING_SECONDS * len(part.measures) * len(planned)
+        guess = STARTING_SECONDS + MEASURING_SECONDS * len(part.measures) * len(planned)
         return Unit(
             name=f"{part.name} {name}",
             arguments=("measure", str(run.path), *what),
@@ -325,7 +323,7 @@ class StudyFolder:
         study, results = self.study, results or self.results()
         tables = checkpoint_tables(results) if study.tables is None else self._call_hook("tables", results)
         claims = self.claims(results)
-        warnings = [self._changed_claims(), results.identical]
+        warnings = [self._changed_claims(), results.identical, *below_majority(results)]
         if not self.has_verdicts:
             warnings.insert(
                 0,

@@ -28,6 +28,7 @@ from isoloss.studies.study import PageParts
 from isoloss.studies.summary import VERDICT, MissedTargets, Summary, SummaryTable, claim_table, explanations
 
 _BREAK = Markup("<br>")
+_MAX_TOLD = 3  # texts of what was compared that stand beside the claims
 
 
 @naming_extras()
@@ -113,9 +114,11 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
             "± is one standard error. In the small plots the line is the 95 % interval, the shaded range what the "
             "claim states, and the dashed line no difference."
         )
-        return [
-            Section(title="Claims", body=_control(summary.claims) + interval_rows(claim_rows(summary.claims)) + note)
-        ]
+        # of a small study all that was compared; of a larger one it is beside every test
+        told = dict.fromkeys(text for result in summary.claims for text in explanations(result))
+        about = [Markup("<p class=note>{}</p>").format(text) for text in told if len(told) <= _MAX_TOLD]
+        body = _control(summary.claims) + interval_rows(claim_rows(summary.claims)) + Markup("\n").join([*about, note])
+        return [Section(title="Claims", body=body)]
     comparison = Comparison(results)
     rows = [] if interim else comparison.rows()
     if not rows:
@@ -289,7 +292,11 @@ def _made(folder: StudyFolder, results: Results, own: Mapping[str, str], summary
             if any(each.loss_rule == "tested" for each in folder.study.claims)
             else "every claim is judged by the difference adjusted to the same loss"
         )
-    record = results.run(next(iter(results.experiments))).record  # of the first run
+    records = [results.run(name).record for name in results.experiments]
+    code = {name: sha256 for record in records for name, sha256 in record.get("code_sha256", {}).items()}
+    if code:
+        made["Code of other packages"] = "; ".join(f"{name}: SHA-256 {sha256[:12]}" for name, sha256 in code.items())
+    record = records[0]
     devices = {each.details.get("device") for one in results.checkpoints.values() for each in one.values()}
     return made | {
         "Measured on": " and ".join(sorted(filter(None, devices))),

@@ -5,6 +5,7 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,7 @@ class Study:
         page: What the page shows, or where the function is, `"module:attribute"`; None: each estimate against the
             loss and, where checkpoints of several steps were measured, over the steps.
         block_name: What the blocks are, in the plural, e.g. `grammars`; for the page of an unfinished study.
+        file: The name of the file that it is in, for the command on its page; `load_study` sets it.
 
     Example:
         >>> from isoloss.lab.languages.config import PCFGConfig
@@ -94,6 +96,7 @@ class Study:
     tables: Callable[[Results], Sequence[SummaryTable]] | None = None
     page: Callable[[Results], PageParts] | str | None = None
     block_name: str = ""
+    file: str = ""
 
     def __post_init__(self) -> None:
         # checked here, when the file is loaded: these are called only once all units are done, perhaps days later
@@ -170,7 +173,7 @@ def load_study(name: str | Path) -> Study:
             raise IsolossError(f"the study {name} cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(study, Study):
         raise IsolossError(f"{name} is a {type(study).__name__}, not an isoloss.studies.Study")
-    return study
+    return dataclasses.replace(study, file=Path(name).name) if Path(name).suffix == ".py" else study
 
 
 _OF_UNITS = (LANGUAGES, MODELS, TASKS, ALGORITHMS, OPTIMIZERS, MEASURES, RESCALINGS)  # what units look up by name

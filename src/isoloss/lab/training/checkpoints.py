@@ -104,7 +104,7 @@ def load_branch(path: Path, config: TrainConfig) -> dict[str, torch.Tensor]:
             )
     if parent.seed == config.seed:
         raise IsolossError(
-            f"seed is {config.seed}, as in the run that {path} is of, whose first batches this run would see again: "
+            f"seed is {config.seed}, also that of the run of {path}, whose first batches this run would see again: "
             "choose another seed"
         )
     if not (tensors := _read_tensors(path / TRAINER_TENSORS)):

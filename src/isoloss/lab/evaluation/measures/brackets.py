@@ -120,7 +120,7 @@ def bracket_probes(model: Any, *, language: Any, bracket_draws: Draws = 16, seed
 
 @requires(_why_not)
 def bracket_tokens(model: Any, *, language: Any, bracket_draws: Draws = 16, seed: int = 0) -> MeasureResult:
-    """R^2 of the same regressions on the tokens themselves, 1 for `<` and -1 for `>`: what no model is needed for."""
+    """R^2 of the same regressions on the tokens themselves, 1 for `<` and -1 for `>`: the baseline without a model."""
     return _fitted(language, language.signs().numpy(), "tokens-r2", bracket_draws, seed)
 
 

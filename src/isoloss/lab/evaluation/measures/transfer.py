@@ -392,7 +392,7 @@ class FewShot(_ProbeMeasure):
 
 @dataclass(frozen=True, kw_only=True)
 class InvariantFewShot(FewShot):
-    """The same probes on features of one variance each, which no exact rescaling of the model can change."""
+    """The same probes on features scaled to the same variance, which no exact rescaling of the model can change."""
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
         # of all sentences alike: with few examples their own deviations would add noise
@@ -403,7 +403,7 @@ class InvariantFewShot(FewShot):
 
 @dataclass(frozen=True, kw_only=True)
 class Projected(_ProbeMeasure, Trained):
-    """Accuracy of convex probes on random projections to a width, for models of several, e.g. projected-root-64."""
+    """Accuracy of convex probes on random projections to one width, to compare models of several: projected-root-64."""
 
     width: int = setting(minimum=1)
 
