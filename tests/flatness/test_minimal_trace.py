@@ -21,7 +21,9 @@ from isoloss.flatness._measurement import measure
 from isoloss.flatness._rescaling.apply import rescaled, rescaled_at_random
 from isoloss.flatness._rescaling.symmetries import rescalings_of
 from isoloss.flatness.fisher import ExactLabels
+from isoloss.flatness.minimal_trace import MinimalTraceEstimator
 from isoloss.statistics.comparison import paired_difference
+from isoloss.statistics.ratio import ClusteredRatioEstimator, ratio_estimate
 
 FAMILY = {family.name: family for family in FAMILIES}
 
@@ -344,3 +346,16 @@ def test_output_projections_that_start_at_zero(name):
         found.append(fisher_trace(model, batches_of(model), rescaling="minimal"))
     assert found[0].details["infimum"] == pytest.approx(found[1].details["infimum"], rel=1e-3)
     assert found[0].value > 0
+
+
+def test_a_minimum_of_factors_that_fit_noise_is_refused():
+    model = made("gpt2")
+    estimator, number = MinimalTraceEstimator(model, granularity="tensor"), rescalings_of(model).exponents.shape[0]
+    squares = torch.ones(40, number, dtype=torch.float64)
+    squares[:, 30] = 1e-9  # in a fold, the factor is fitted without the one sequence that makes up all of this part
+    squares[5, 30] = 1.0
+    columns = ClusteredRatioEstimator(number, 0)
+    columns.add(squares, torch.ones(40, dtype=torch.int64), torch.zeros(40, 0), torch.arange(40))
+    plain = ratio_estimate(squares.sum(dim=1), unit="nats", method="known")
+    with pytest.raises(IsolossError, match=r"the minimal trace comes out as .* above the trace, "):
+        estimator.finish(plain, columns.columns())

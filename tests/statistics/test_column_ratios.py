@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse
 import torch
 
-from isoloss.statistics.ratio import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator
+from isoloss.statistics.ratio import FOLDS, AuxiliaryMeans, ClusteredRatioEstimator, ratio
 
 SIZES = (7, 1, 20)
 COVARIANCE = torch.tensor([[0.002, 0.001], [0.001, 0.004]], dtype=torch.float64)
@@ -188,3 +188,20 @@ def test_a_sum_of_two_without_controls_for_the_second():
     assert found[:2] == pytest.approx((result.value, result.stderr), rel=1e-12)
     torch.testing.assert_close(found.influence, result.influence, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(both.ratios, result.by_parameter)
+
+
+def test_a_part_that_controls_make_negative_goes_without_them():
+    a, m, d, documents = rows_of(203)
+    a[:, 4] = 0.1 * (d[:, 0] + 2)
+    d[0, 0] = 1000  # an input unlike all others, by which only the other columns are as large as the control says
+    a[:, :4] += 20 * (d[:, :1] + 2)
+    columns = filled(a, m, d, documents, auxiliary=False).columns()
+    assert (columns.ratios < 0).tolist() == [False] * 4 + [True]
+    positive = columns.positive()
+    assert torch.equal(positive.ratios[:4], columns.ratios[:4])
+    sums = [torch.bincount(documents, values.double()) for values in (a[:, 4], m)]
+    found = positive.weighted(torch.tensor([0, 0, 0, 0, 1.0]))
+    assert found[:2] == pytest.approx(ratio(*sums), rel=1e-9)
+    rest = documents % FOLDS != 3
+    assert float(positive.shares_without(3)[4]) == pytest.approx(float(a[rest, 4].sum() / m[rest].sum()), rel=1e-12)
+    assert positive.positive() is positive

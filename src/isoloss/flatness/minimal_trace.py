@@ -38,6 +38,7 @@ _ROUNDING_OF_FLOAT32 = 1e-3  # the same on a device without float64
 _CHECKED = 2  # sequences whose logits are compared
 _LARGEST_CHECKED = 5e8  # parameters: the check takes 16 bytes for each
 _BYTES_OF_A_PART = 4000  # sums by fold and control variate, and what is computed from them
+_BEYOND = 1.5  # of the trace: a minimum that comes out larger by more than its noise is no minimum
 _SLOW = 2000  # factors: the minimization takes minutes from here
 
 # kinds of maps by the names that models of transformers give their parameters; the first that is found counts
@@ -109,8 +110,19 @@ class MinimalTraceEstimator:
             )
 
     def finish(self, plain: Estimate, columns: ColumnRatios) -> Estimate:
-        """Return the minimal trace, given the plain one and the clusters' sums of every part."""
+        """Return the minimal trace, given the plain one and the clusters' sums of every part.
+
+        Raises:
+            IsolossError: It comes out below 0 or far above the plain one, from factors that were fitted to noise.
+        """
+        columns = columns.positive()  # there is no factor that makes a negative part smallest
         fit = self._fit(columns)
+        # with a gauge, it is not the trace at some of the weights that compute the same function
+        if fit.value < 0 or (fit.value > _BEYOND * plain.value and not fit.minimum.gauged):
+            raise IsolossError(
+                f"the minimal trace comes out as {fit.value:.3g}, {'below 0' if fit.value < 0 else 'above the trace'}, "
+                f"{plain.value:.3g}: a few inputs decide it. Take more inputs, or measure the plain trace"
+            )
         has_features = self._rescalings.features.shape[0] > 0
         with_features = self._fit(columns, keep_features=True) if has_features else fit
         minimum, number = fit.minimum, len(self._parameter_ids)

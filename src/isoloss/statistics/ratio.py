@@ -430,6 +430,23 @@ class ColumnRatios:
         a, d = self.a[others].sum(dim=0), self.fit.controls[others].sum(dim=0)
         return (a - d @ self.fitted.beta[fold]) / self.fit.positions[others].sum()
 
+    def positive(self) -> ColumnRatios:
+        """Return these columns, without controls for those whose ratio is negative with them.
+
+        Over all folds, or over all but one. The columns are squared norms, so there the controls add noise only.
+        """
+        lowest = torch.stack([self.ratios, *map(self.shares_without, range(FOLDS))]).amin(dim=0)
+        if not (negative := lowest < 0).any():
+            return self
+        sums = torch.stack([self.a[self.fit.folds == fold].sum(dim=0) for fold in range(FOLDS)])
+        fitted = self.fitted._replace(
+            beta=torch.where(negative, 0, self.fitted.beta),
+            slopes=torch.where(negative, 0, self.fitted.slopes),
+            ratios=torch.where(negative, sums.sum(dim=0) / self.fit.total, self.fitted.ratios),
+            sums=torch.where(negative, sums, self.fitted.sums),
+        )
+        return replace(self, fitted=fitted)
+
     def plus(self, other: ColumnRatios) -> ColumnRatios:
         """Return the sum with the columns of another estimator over the same clusters and parts, without controls."""
         ratios, sums = self.fitted.ratios + other.fitted.ratios, self.fitted.sums + other.fitted.sums

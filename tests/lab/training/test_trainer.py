@@ -338,7 +338,10 @@ def test_a_branch_that_cannot_be_is_refused(tmp_path):
     for changes, message in (
         (last, "step-10 has the state of sgd: choose the same optimizer"),
         ({**last, "optimizer": sgd, "algorithm": SAMConfig()}, "has the state of gradient: choose the same algorithm"),
-        ({**last, "optimizer": sgd, "seed": 0}, r"seed is 0, as in the run that .* whose first batches this run would"),
+        (
+            {**last, "optimizer": sgd, "seed": 0},
+            r"seed is 0, also that of the run of .* whose first batches this run would",
+        ),
         (
             {**last, "init_from": "../first/checkpoints/step-4", "optimizer": sgd},
             "step-4 has no state of its optimizer",

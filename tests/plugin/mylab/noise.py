@@ -1,4 +1,4 @@
-"""A training algorithm: Gaussian noise on the gradient, the less the later. Its config needs no torch."""
+"""A training algorithm: Gaussian noise on the gradient that shrinks as training goes on. Its config needs no torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""A study: does noise on the gradient find a flatter model of the same loss?"""
+"""A study: does noise on the gradient find a flatter model with the same loss?"""
 
 from isoloss.run_config import ModelConfig, TrainConfig
 from isoloss.studies import Experiment, Measurement, Scale, Study
