@@ -73,7 +73,7 @@ def verdict(text, estimates, wanted):
     near = all(abs(each.value - wanted) <= ERRORS * each.stderr for each in estimates.values())
     off = any(is_far(each, wanted) for each in estimates.values())  # neither, if not finite
     if near and needed > 1:
-        figures += f"; too imprecise to tell: {needed**2:.2f} times as many trajectories would be enough"
+        figures += f"; too imprecise to tell: it takes about {needed**2:.2f} times as many trajectories, or more"
     return Statement(text=text, evidence=figures, shown=near and needed <= 1, contradicted=off)
 
 

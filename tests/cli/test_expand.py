@@ -28,9 +28,7 @@ def run(tmp_path_factory):
 def test_a_run_inside_a_larger_size(run, tmp_path, capsys):
     out = tmp_path / "new" / "large"
     printed = call(capsys, "expand", run, "--into", "d128", "--output", out, *COMMON)
-    assert "small/checkpoints/step-5: BertForMaskedLM, masked; 32 sentences sampled from the run's language" in (
-        printed.err
-    )
+    assert "small/checkpoints/step-5: BertForMaskedLM, masked; 32 sentences sampled from the language" in (printed.err)
     assert f"written: {out}" in printed.err
     lines = printed.out.splitlines()
     query = next(line for line in lines if line.startswith("bert.encoder.layer.*.attention.self.query.weight"))

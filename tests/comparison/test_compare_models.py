@@ -420,7 +420,7 @@ def runs(tmp_path_factory):
 def test_runs_of_a_language_are_compared_on_it(runs):
     names = [str(runs / name) for name in "ab"]
     found = compare(names, tasks=["root"], num_sequences=64, robustness=False)
-    assert found.inputs == "64 sentences sampled from the run's language"
+    assert found.inputs == "64 sentences sampled from the language"
     settings = {"num_sequences": 64, "probe_solver": "convex", "probe_pooling": "mean"}
     expected = {(each.measure, name): each for name, each in _by_model(names, settings)}
     for name in names:

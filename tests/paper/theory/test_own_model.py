@@ -62,7 +62,7 @@ def test_a_run_by_its_settings_is_shown_and_a_small_one_says_what_it_lacks():
     coefficient = found.statements[1]
     assert coefficient.verdict == "not shown"
     wanted = 4 * (found.limits[1].coefficient.stderr / (0.1 * 0.25)) ** 2
-    assert f"too imprecise to tell: {float(f'{wanted:.2g}'):,.0f} trajectories would be enough" in (
+    assert f"too imprecise to tell: it takes about {float(f'{wanted:.2g}'):,.0f} trajectories or more" in (
         coefficient.evidence
     )
 

@@ -170,6 +170,16 @@ def test_a_spoiled_limit_is_not_shown(found, place, changes, lost):
     assert {number for number, shown in enumerate(judged(found, limits=limits)) if not shown} == lost
 
 
+def test_more_trajectories_are_not_advised_where_the_error_does_not_fall(found):
+    swapped = (*found.rows[4:6], *found.rows[2:4], *found.rows[:2], *found.rows[6:])
+    off = [dataclasses.replace(limit, trace=off_the_flow(limit)) for limit in found.limits]
+    start = SMALL.flow_trace(0.0, 1)
+    for limits, told in ((off, True), (found.limits, False)):
+        first = judge("model", swapped, limits, found.control, coefficient=SMALL.coefficient, start=start)[0]
+        assert not first.shown
+        assert ("which more trajectories do not change" in first.evidence) == told
+
+
 def test_what_lacks_a_batch_size_or_does_not_fall_or_drifts_is_not_shown(found):
     alone = dataclasses.replace(found, rows=found.rows[:6], limits=found.limits[:2])
     assert judged(alone) == [True, True, False, True, True]

@@ -430,7 +430,7 @@ def language_inputs(
         if available < num_sequences:
             source = f"all {available:,} {of} (up to {num_sequences:,} would be taken)"
     else:
-        source = f"{num_sequences:,} sentences sampled from the run's language"
+        source = f"{num_sequences:,} sentences sampled from the language"
     masks = generator(seed, "trace masks")
     batches = []
     for start in range(0, len(sentences.tokens), batch_size):

@@ -660,7 +660,9 @@ def judge(
     # at the last step size an error must stand out of its sampling error, where it falls as the step size
     ratio = etas[-1] / etas[0] / ERRORS
     traces_needed = [(row.trace.stderr / row.flow_trace, ratio * errors[0]) for row in by_step[-1]]
-    judged = functools.partial(_statement, last[0].trace.samples)
+    is_at_flow = all(abs(row.trace.value - row.flow_trace) <= ERRORS * row.trace.stderr for row in at_zero)
+    # errors beyond sampling that do not fall with the step size
+    judged = functools.partial(_statement, last[0].trace.samples, settled=_falls(errors, etas) or is_at_flow)
     statements = [
         judged(
             "as the step size goes to 0, SGD's mean trace after K / eta^2 steps becomes that of the flow "
@@ -670,8 +672,7 @@ def judge(
             f"{_over_steps([f'{100 * error:.2f} %' for error in errors], etas)}; it must fall faster than the root of "
             "the step size",
             traces_needed,
-            shown=_falls(errors, etas)
-            and all(abs(row.trace.value - row.flow_trace) <= ERRORS * row.trace.stderr for row in at_zero),
+            shown=_falls(errors, etas) and is_at_flow,
         ),
         judged(
             f"the coefficient of the flow that SGD follows is -{coefficient:g} / B.",
@@ -714,17 +715,26 @@ def _statement(
     trajectories: int,
     text: str,
     evidence: str,
-    needed: Iterable[tuple[float, float]] = (),
+    needed: Sequence[tuple[float, float]] = (),
     *,
+    settled: bool,
     shown: bool,
     contradicted: bool = False,
 ) -> Statement:
-    """Return a statement; where nothing decides it, with how many trajectories would bring the errors in `needed`."""
+    """Return a statement; where nothing decides it, with how many trajectories would bring the errors in `needed`.
+
+    If SGD has not settled on the flow, no number of trajectories would.
+    """
     # the square of how far each is from what is allowed: a standard error falls as the root of their number
     factor = max([(error / allowed) ** 2 for error, allowed in needed], default=0.0)
-    if not (shown or contradicted) and factor > 1:
+    if needed and not (shown or contradicted or settled):
+        evidence += (
+            "; the error of the trace does not fall with the step size, which more trajectories do not change. Where "
+            "the Hessian has a small eigenvalue, SGD settles late: try smaller step sizes or another start"
+        )
+    elif not (shown or contradicted) and factor > 1:
         wanted = float(f"{trajectories * factor:.2g}")
-        evidence += f"; the run is too imprecise to tell: {wanted:,.0f} trajectories would be enough"
+        evidence += f"; the run is too imprecise to tell: it takes about {wanted:,.0f} trajectories or more"
     return Statement(text=text, evidence=evidence, shown=shown, contradicted=contradicted)
 
 
