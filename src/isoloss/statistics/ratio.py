@@ -426,9 +426,13 @@ class ColumnRatios:
 
     def shares_without(self, fold: int) -> torch.Tensor:
         """Return (K,): the ratios over all other folds, with the coefficients that are fitted on these."""
-        others = self.fit.folds != fold
-        a, d = self.a[others].sum(dim=0), self.fit.controls[others].sum(dim=0)
-        return (a - d @ self.fitted.beta[fold]) / self.fit.positions[others].sum()
+        others, rows = torch.arange(FOLDS) != fold, self.fit.folds != fold
+        controls = self.fit.controls[rows].sum(dim=0) @ self.fitted.beta[fold]
+        return (self._by_fold[others].sum(dim=0) - controls) / self.fit.positions[rows].sum()
+
+    @cached_property
+    def _by_fold(self) -> torch.Tensor:  # (F, K) the sums of a over each fold's clusters
+        return torch.stack([self.a[self.fit.folds == fold].sum(dim=0) for fold in range(FOLDS)])
 
     def positive(self) -> ColumnRatios:
         """Return these columns, without controls for those whose ratio is negative with them.
@@ -438,12 +442,11 @@ class ColumnRatios:
         lowest = torch.stack([self.ratios, *map(self.shares_without, range(FOLDS))]).amin(dim=0)
         if not (negative := lowest < 0).any():
             return self
-        sums = torch.stack([self.a[self.fit.folds == fold].sum(dim=0) for fold in range(FOLDS)])
         fitted = self.fitted._replace(
             beta=torch.where(negative, 0, self.fitted.beta),
             slopes=torch.where(negative, 0, self.fitted.slopes),
-            ratios=torch.where(negative, sums.sum(dim=0) / self.fit.total, self.fitted.ratios),
-            sums=torch.where(negative, sums, self.fitted.sums),
+            ratios=torch.where(negative, self._by_fold.sum(dim=0) / self.fit.total, self.fitted.ratios),
+            sums=torch.where(negative, self._by_fold, self.fitted.sums),
         )
         return replace(self, fitted=fitted)
 
