@@ -244,3 +244,19 @@ def test_a_page_of_series_without_polars_is_refused_before_anything_is_measured(
     monkeypatch.setattr(compare, "require_package", require)
     words = ("course", *DATA, "--html", "page.html")
     assert call(capsys, *words, status=2)[1].endswith("isoloss compare: no polars\n")
+
+
+def test_series_end_with_the_checkpoints_of_the_nearest_losses(capsys):
+    for name, checkpoint, factor in (("one", "a", 1), ("one", "b", 6), ("other", "c", 2), ("other", "c", 4)):
+        model = GPT2LMHeadModel.from_pretrained(checkpoint)
+        with torch.no_grad():
+            model.transformer.wte.weight.mul_(factor)
+        step = f"{name}/checkpoint-{factor}"
+        shutil.copytree(checkpoint, step)
+        model.save_pretrained(step)
+    out, _ = call(capsys, "one", "--output", "kept series", "other/*", *DATA, "--num-sequences=40")
+    assert "one between steps 1 and 6  other at step 4  one " in out
+    (two,) = (shlex.split(line) for line in out.splitlines() if line.startswith("  isoloss "))
+    assert two[2:-2] == ["one/checkpoint-1", "other/checkpoint-2", *DATA, "--num-sequences=40"]
+    out, _ = call(capsys, *two[2:])
+    assert "More robust at 4 bits? one/checkpoint-1, whose loss rises less" in out

@@ -17,6 +17,8 @@ from isoloss import compare, compare_traces, files
 from isoloss.comparison import traces
 from isoloss.comparison.kept import Kept
 from isoloss.errors import IsolossError
+from isoloss.flatness import robustness
+from isoloss.lab.evaluation import compare as lab_compare
 from isoloss.lab.evaluation.compare import _contents
 from isoloss.lab.evaluation.input_config import InputConfig
 
@@ -59,7 +61,8 @@ def test_a_comparison_that_was_killed_goes_on_and_ends_with_the_same_bytes(folde
     whole = compare(["a", "b", "c"], data="text.jsonl", **HOW)
     killed = subprocess.run([sys.executable, "-c", KILLED % small.LENGTH], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(list((folder / "kept").glob("*.json"))) == 3  # of a, of b and of the comparison
+    # of the comparison; of a and of b, the traces and all else
+    assert len(list((folder / "kept").glob("*.json"))) == 5
     measured = set()
     options = {"data": "text.jsonl", "output": "kept", "progress": lambda model, _: measured.add(model)}
     resumed = compare(["a", "b", "c"], **options, **HOW)
@@ -79,14 +82,32 @@ def test_a_comparison_that_was_killed_goes_on_and_ends_with_the_same_bytes(folde
     (folder / "c" / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.1}))
     compare(["a", "b", "c"], **options, **HOW)
     assert measured == {"c"}  # the same weights, and another function of them
-    with pytest.raises(IsolossError, match="kept has a comparison with different first model: choose another folder"):
-        compare(["b", "a"], **options, **HOW)
     with pytest.raises(IsolossError, match="kept has a comparison with different inputs and settings: choose"):
         compare(["a", "b"], **options, **HOW | {"seed": 4})
     with pytest.raises(IsolossError, match="a exists and is not an empty folder"):
         compare(["a", "b"], **options | {"output": "a"}, **HOW)
     next((folder / "kept").glob("[0-9a-f]*.json")).write_text("{}")
     assert len(compare(["a", "b", "c"], **options, **HOW).models) == 3
+
+
+def test_without_the_first_model_the_traces_alone_are_measured_again(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    measured, rises = [], []
+
+    def loss_rises(*given, **options):
+        rises.append(given)
+        return robustness.loss_rises(*given, **options)
+
+    monkeypatch.setattr(lab_compare, "loss_rises", loss_rises)
+    options = {"data": "text.jsonl", "output": "without", "progress": lambda model, _: measured.append(model)}
+    whole = compare(["a", "b", "c"], **options, **HOW)
+    measured.clear()
+    rest = compare(["b", "c"], **options, **HOW)
+    assert (set(measured), len(rises)) == ({"b", "c"}, 3)
+    measured.clear()
+    assert document(compare(["a", "b", "c"], **options, **HOW)) == document(whole)
+    assert (measured, len(rises)) == ([], 3)
+    assert document(rest) == document(compare(["b", "c"], data="text.jsonl", **HOW))
 
 
 def test_the_files_of_tasks_and_modules_count_by_their_content(tmp_path):

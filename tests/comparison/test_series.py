@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -117,17 +118,24 @@ def test_two_series_are_compared_where_they_have_one_loss():
     assert "There are 3 pairs at the same loss. By both traces, a is flatter in none of them and b in 3." in text
     assert "The pair with the smallest loss is a at step 30 and b between steps 20 and 30, at 1.0" in text
     assert " nats. b is flatter: its trace is " in text
+    *_, header, _, second, _ = (re.split("  +", line) for line in text.splitlines())
+    assert header == ["a", "b", "flatter by both traces", "loss, nats"]
+    assert second[:3] == ["a at step 20", "b at step 20", "b"]
     (answer,) = comparison.answers()
     assert (answer.question, answer.holds) == ("a or b: which is flatter at the same loss?", True)
+    assert answer.detail.endswith("of 3 pairs. By both traces, a is flatter in none of them and b in 3")
     assert "compare checkpoints whose losses are nearer" not in text + str(comparison.to_dict())
     page = comparison_page(comparison)
     assert "At the same loss, which is flatter: a or b?" in page
     assert page.count('class="chart"') == 3
+    assert 'a at step 20\\nb at step 20"' in page
+    assert page.count("a between steps 10 and 20</") == 1
 
 
 def test_series_of_which_neither_is_flatter_are_said_so_in_words():
     comparison = compared(run("a", [3.0, 2.0], [9.0, 16.0]) | run("b", [3.001, 2.001], [9.01, 16.01]))
     (_, pair) = comparison.pairs_at_same_loss["b"]
+    assert str(comparison).splitlines()[-1].startswith("a at step 20  b at step 20  no verdict: the ")
     text = comparison.texts()[-1]
     assert text.startswith("There are 2 pairs at the same loss. Neither a nor b is flatter by both traces in any of ")
     one = summary([pair], "a", "b", "more inputs")
@@ -138,6 +146,7 @@ def test_series_of_which_neither_is_flatter_are_said_so_in_words():
 def test_series_whose_losses_never_overlap_have_no_pair():
     comparison = compared(run("a", [3.0, 2.8], [10.0, 20.0]) | run("b", [2.0, 1.8], [9.0, 16.0]))
     assert comparison.pairs_at_same_loss == {"b": []}
+    assert comparison.pairs_tables() == []
     assert comparison.texts()[-1] == "The losses of a and b never overlap, so they have no pair at the same loss."
     assert comparison.answers()[0].answer == "No verdict: the losses never overlap"
 
@@ -199,7 +208,11 @@ def test_what_is_not_compared_at_one_loss_is_said():
     tasks = {
         name: each | {"probe-root": dataclasses.replace(each["loss"], details=PROBE)} for name, each in models.items()
     }
-    assert compared(tasks).texts()[-1] == said
+    text = compared(tasks).texts()[-1]
+    assert text.startswith(said)
+    # of the pairs that are 0.5 apart, those with the same influences are shown to be so by the smallest margin
+    assert "those of a/checkpoint-10 and b/checkpoint-10: second minus first is -0.5 nats" in text
+    assert "let losses within 0.501 nats count as the same." in text
 
 
 def test_checkpoints_of_which_one_input_makes_up_much_of_the_error_are_named():

@@ -55,6 +55,15 @@ def test_only_the_first_panel_names_the_rows_and_one_series_has_no_legend():
     assert alone["legend"] is None
 
 
+def test_names_of_several_lines_are_drawn_so_and_many_rows_have_room(tmp_path):
+    rows = [f"row {i}\nits second line" for i in range(40)]
+    panel = IntervalPanel(title="KL", intervals=[dataclasses.replace(LOSS[0], row=rows[0])])
+    spec = intervals([panel], rows, note="")
+    save(spec, tmp_path / "rows.svg")
+    assert (tmp_path / "rows.svg").read_text().count(">its second line<") == 40
+    assert spec["concat"][0]["height"] >= 2 * 40 * spec["config"]["axis"]["labelFontSize"]
+
+
 def test_it_is_drawn(tmp_path):
     save(intervals(PANELS, ["a", "b"], note="95 %"), tmp_path / "arms.png")
     assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")

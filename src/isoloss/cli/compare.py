@@ -181,10 +181,13 @@ def main(arguments: list[str]) -> int:
         for text in compared.texts(more):
             common.say("")
             common.say_wrapped(text)
+        for header, rows, left in compared.pairs_tables():
+            common.say("")
+            common.print_table("At the same loss", header, rows, left=left)
         if len(compared.models) > 1 and failed is None:
             reasons = () if compared.series else compared.verdict().reasons
             taken = num_sequences if has_more else None
-            common.say_next(_next(args, arguments, list(models.values()), reasons, taken))
+            common.say_next(_next(args, arguments, list(models.values()), reasons, taken, compared.nearest))
     # last, so that a full disk does not cost the table
     _write(args, compared, common.command("compare", *arguments), more)
     if failed is None:
@@ -237,7 +240,12 @@ def _check(args: Any, names: list[str], models: list[str]) -> None:
 
 
 def _next(
-    args: Any, arguments: list[str], models: list[str], reasons: Collection[Reason], taken: int | None
+    args: Any,
+    arguments: list[str],
+    models: list[str],
+    reasons: Collection[Reason],
+    taken: int | None,
+    nearest: tuple[str, str, float] | None,
 ) -> list[str]:
     """Return the commands that may answer what this one left open, built from its own arguments."""
     commands = []
@@ -245,12 +253,17 @@ def _next(
     arguments = common.without_option(arguments, "--output")
     if taken is not None and not {"open", "loss open", "rare"}.isdisjoint(reasons):
         commands.append(common.command_with("compare", arguments, "--num-sequences", _MORE * taken))
-    if "loss" in reasons and len(models) == 2:
+    count = len(args.models)
+    first = next((place for place in range(len(arguments)) if arguments[place : place + count] == [*args.models]), None)
+    if first is not None and "loss" in reasons and len(models) == 2:
         patterns = [places.siblings_of(model) for model in models]
-        first = next((place for place in range(len(arguments)) if arguments[place : place + 2] == [*args.models]), None)
         # steps of one run have no other run to be paired with
-        if first is not None and None not in patterns and patterns[0] != patterns[1]:
-            commands.append(common.command("compare", *arguments[:first], *patterns, *arguments[first + 2 :]))
+        if None not in patterns and patterns[0] != patterns[1]:
+            commands.append(common.command("compare", *arguments[:first], *patterns, *arguments[first + count :]))
+    if first is not None and nearest is not None:
+        *two, margin = nearest
+        others = [*arguments[:first], *two, *arguments[first + count :]]
+        commands.append(common.command_with("compare", others, "--loss-margin", f"{margin:g}"))
     # models of a text have a tokenizer
     is_text = args.data is not None and args.data.suffix.lower() not in (".npy", ".bin")
     if is_text and not args.task and not {"weights", "function"}.issuperset(reasons):

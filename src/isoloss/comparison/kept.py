@@ -20,7 +20,7 @@ _REMEDY = "delete it, and its numbers are measured again"
 
 
 class Kept:
-    """The measured models of a comparison: a JSON file with the estimates of each, and the influences beside it.
+    """The measured models of a comparison: JSON files with the estimates of each, and the influences beside them.
 
     Args:
         folder: New, empty, or that of the same comparison.
@@ -42,13 +42,13 @@ class Kept:
             raise IsolossError(f"{folder} has a comparison with different {' and '.join(other)}: choose another folder")
 
     def read(self, model: str, identity: Mapping[str, str]) -> tuple[dict[str, Estimate], str] | None:
-        """Return the estimates of a model and the reason that `write` was given; None: it must be measured."""
-        path = self._path(model)
+        """Return the estimates and the reason that `write` was given with this identity; None: there are none."""
+        path = self._path(model, identity)
         influences = path.with_suffix(".safetensors")
         if not (path.is_file() and influences.is_file()):
             return None
         document = files.read_sealed(path, _REMEDY)
-        if document.get("identity") != identity or files.sha256(influences) != document["influences"]:
+        if files.sha256(influences) != document.get("influences"):
             return None
         found = arrays.load(influences.read_bytes())
         estimates = {
@@ -60,8 +60,8 @@ class Kept:
     def write(
         self, model: str, identity: Mapping[str, str], estimates: Mapping[str, Estimate], no_minimal: str
     ) -> None:
-        """Keep the estimates of a model with this identity, and why it has no minimal trace of its own."""
-        path = self._path(model)
+        """Keep estimates of a model with this identity, and why it has no minimal trace of its own."""
+        path = self._path(model, identity)
         influences = {name: each.influence for name, each in estimates.items() if each.influence is not None}
         data = arrays.save(influences)
         # first, as only the other file says that the model is done
@@ -72,6 +72,6 @@ class Kept:
         }
         files.write_sealed(path, document)
 
-    def _path(self, model: str) -> Path:
+    def _path(self, model: str, identity: Mapping[str, str]) -> Path:
         # a model's name may hold any character
-        return self._folder / f"{hashlib.sha256(model.encode()).hexdigest()[:16]}.json"
+        return self._folder / f"{hashlib.sha256(json.dumps([model, identity]).encode()).hexdigest()[:16]}.json"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import itertools
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isoloss.checkpoints.places import series_of
-from isoloss.comparison.series import Pair, Series, jumps, pairs, summary
+from isoloss.comparison.series import Pair, Series, counted, jumps, pairs, summary
 from isoloss.comparison.verdict import (
     REASONS,
     TraceComparison,
@@ -40,7 +42,7 @@ from isoloss.statistics.estimate import (
     rare,
     samples_of,
 )
-from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, all_within, mcnemar, p_value
+from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, all_within, equivalence, mcnemar, p_value
 from isoloss.statistics.tables import short_names, text_table
 
 # what the tables call an estimate; those that are not here are shown under their own names or not at all
@@ -175,6 +177,23 @@ class ModelComparison(TraceComparison):
         first, *others = self.series.items()
         return {other[0]: pairs(self, first, other, self.loss_margin) for other in others}
 
+    @functools.cached_property
+    def nearest(self) -> tuple[str, str, float] | None:
+        """The checkpoints of two series with the nearest losses, and a margin in nats within which these are the same.
+
+        None if no two series are compared at the same loss, or only copies.
+        """
+        margins = {}
+        for other in (name for name, found in self.pairs_at_same_loss.items() if found):
+            for two in itertools.product(next(iter(self.series.values())).values(), self.series[other].values()):
+                if self.originals[two[0]] != self.originals[two[1]]:
+                    margins[two] = equivalence(self.difference("loss", *two), self.loss_margin).smallest_margin
+        if not margins:
+            return None
+        first, second = min(margins, key=margins.__getitem__)
+        # the next thousandth of a nat, as a difference at the margin itself is not within it
+        return first, second, max(self.loss_margin, (math.floor(1000 * margins[first, second]) + 1) / 1000)
+
     def verdict(
         self, *, loss_margin: float | None = None, min_ratio: float | None = None, more: str = "more inputs"
     ) -> Verdict:
@@ -229,7 +248,8 @@ class ModelComparison(TraceComparison):
                 at = f"at {number(last.loss)} nats"
                 answer = f"{flattest}, {at}" if flattest else f"No verdict {at}: {REASONS[judged.reasons[0]]}"
                 detail = f"{other}'s trace is {of_two} {first}'s ({last.first}, {last.second})"
-                detail += f"; the smallest loss of {len(found)} pairs" * (len(found) > 1)
+                if len(found) > 1:
+                    detail += f"; the smallest loss of {len(found)} pairs. {counted(found, first, other)}"
             question = f"{first} or {other}: which is flatter at the same loss?"
             answers.append(Answer(question=question, answer=answer, detail=detail, holds=True if flattest else None))
         return answers
@@ -271,7 +291,16 @@ class ModelComparison(TraceComparison):
                 continue
             texts.append(f"The losses of {first} and {other} never overlap, so they have no pair at the same loss.")
         if any(self.pairs_at_same_loss.values()) and len(self.titles) > len(self.traces) + 1:
-            texts.append("Only traces are compared at the same loss; other measures are at each checkpoint's own loss.")
+            text = "Only traces are compared at the same loss; other measures are at each checkpoint's own loss."
+            if self.nearest is not None:
+                one, two, margin = self.nearest
+                names, apart = f"{self.short[one]} and {self.short[two]}", number(self.difference("loss", two, one))
+                text += (
+                    " To learn which is more robust at 4 bits or to noise, or better at a task, compare two "
+                    f"checkpoints alone. The nearest losses are those of {names}: second minus first is {apart} nats. "
+                    f"If that is near enough for you, let losses within {margin:g} nats count as the same."
+                )
+            texts.append(text)
         return texts
 
     def _states(self, task: str) -> str:
@@ -386,12 +415,13 @@ class ModelComparison(TraceComparison):
         return f"ModelComparison({len(self.models)} models; flattest: {self.verdict().flattest or 'no verdict'})"
 
     def __str__(self) -> str:
-        header, rows, left = self.table()
-        return "\n\n".join([text_table(header, rows, left=left), *self.texts()])
+        tables = (self.table(), *self.pairs_tables())
+        table, *of_pairs = (text_table(header, rows, left=left) for header, rows, left in tables)
+        return "\n\n".join([table, *self.texts(), *of_pairs])
 
     def _repr_html_(self) -> str:
-        header, rows, _ = self.table()
-        return html_table(rows, header) + "".join(f"<p>{html.escape(text)}</p>" for text in self.texts())
+        table, *of_pairs = (html_table(rows, header) for header, rows, _ in (self.table(), *self.pairs_tables()))
+        return "".join([table, *(f"<p>{html.escape(text)}</p>" for text in self.texts()), *of_pairs])
 
     def texts(self, more: str = "more inputs") -> list[str]:
         """Return the sentences below the table: units and errors, the verdict, and the other answers."""
@@ -488,6 +518,19 @@ class ModelComparison(TraceComparison):
         }
         ordered = [model for series in self.series.values() for model in series.values()] or list(cells)
         return ["model", *shown.values()], [[names[model], *cells[model]] for model in ordered], 1
+
+    def pairs_tables(self) -> list[tuple[list[str], list[list[str]], int]]:
+        """Return the pairs of the first series and each other one, as `table` does, and which series is flatter."""
+        tables = []
+        for other, found in self.pairs_at_same_loss.items():
+            rows = []
+            for pair in found:
+                judged = pair.comparison.verdict()
+                flatter = judged.flattest or f"no verdict: {REASONS[judged.reasons[0]]}"
+                rows.append([pair.first, pair.second, flatter, number(pair.loss)])
+            if rows:
+                tables.append(([next(iter(self.series)), other, "flatter by both traces", "loss, nats"], rows, 3))
+        return tables
 
     @property
     def _brief(self) -> set[str]:

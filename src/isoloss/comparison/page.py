@@ -117,17 +117,18 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
         for other, found in comparison.pairs_at_same_loss.items():
             for pair in found:
                 ratio, (low, high) = pair.comparison.ratio(column.name, *pair.names)
-                text = f"{times_in_words(ratio, (low, high))} {first}'s ({pair.first}, {pair.second})"
-                at = f"{number(pair.loss).partition(' ')[0]} nats"
-                drawn.append(Interval(row=at, series=other, value=ratio, low=low, high=high, text=text))
+                text = f"{times_in_words(ratio, (low, high))} {first}'s, at {number(pair.loss)} nats"
+                both = f"{pair.first}\n{pair.second}"
+                drawn.append(Interval(row=both, series=other, value=ratio, low=low, high=high, text=text))
         title_of = f"{column.title}, ratio to {first}"
         panels.append(IntervalPanel(title=title_of, intervals=drawn, reference=1.0, log=True))
     if panels[0].intervals and len(others) <= len(data.COLORS):
         at_one = (
-            "A row for each loss that both series reach; a series without a checkpoint at this loss is interpolated."
+            "A row for each pair, from the largest loss to the smallest; a series without a checkpoint at this loss is "
+            "interpolated."
         )
-        losses = list(dict.fromkeys(each.row for each in panels[0].intervals))
-        charts["pairs", "At the same loss", at_one] = intervals(panels, losses, note=BARS)
+        of_pairs = [each.row for each in panels[0].intervals]
+        charts["pairs", "At the same loss", at_one] = intervals(panels, of_pairs, note=BARS)
     if others:
         axes = [(shown[0], column) for column in shown if column.name in comparison.traces]
         charts["loss", "Against the loss", "Each line joins the checkpoints of a series."] = scatter(frame, axes)
@@ -142,6 +143,10 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
         ],
         sections=[
             Section(title="Changes over the steps", body="\n".join([*texts, caption])),
+            *(
+                Section(title=f"{header[0]} and {header[1]} at the same loss", body=table(header, cells, left=left))
+                for header, cells, left in comparison.pairs_tables()
+            ),
             Section(title="How to read this", body=_READING, folded=True),
         ],
         table=frame,

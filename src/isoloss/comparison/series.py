@@ -164,15 +164,20 @@ def jumps(comparison: TraceComparison, series: Series, names: Mapping[str, str])
             )
 
 
+def counted(found: list[Pair], first: str, second: str) -> str:
+    """Return in how many pairs each series is flatter, in words."""
+    flattest = [pair.comparison.verdict().flattest for pair in found]
+    if not any(flattest):
+        return f"Neither {first} nor {second} is flatter by both traces in any of them"
+    one, other = (flattest.count(name) or "none" for name in (first, second))
+    return f"By both traces, {first} is flatter in {one} of them and {second} in {other}"
+
+
 def summary(found: list[Pair], first: str, second: str, more: str) -> str:
     """Return a summary of pairs at the same loss: how often each series is flatter, and the verdict on the last one."""
-    flattest = [pair.comparison.verdict().flattest for pair in found]
     last = found[-1]
     pair = f"{last.first} and {last.second}, at {number(last.loss)} nats. {last.comparison.verdict(more=more)}"
     if len(found) == 1:
         return f"There is one pair at the same loss: {pair}"
-    counted = f"Neither {first} nor {second} is flatter by both traces in any of them."
-    if any(flattest):
-        one, other = (flattest.count(name) or "none" for name in (first, second))
-        counted = f"By both traces, {first} is flatter in {one} of them and {second} in {other}."
-    return f"There are {len(found)} pairs at the same loss. {counted} The pair with the smallest loss is {pair}"
+    counts = counted(found, first, second)
+    return f"There are {len(found)} pairs at the same loss. {counts}. The pair with the smallest loss is {pair}"

@@ -226,7 +226,7 @@ def compare_traces(
             weights[name] = files.tensors_sha256(model.named_parameters())
             architectures[name] = _architecture(model)
             function = {"weights": weights[name], "architecture": architectures[name], "others": _beside_weights(model)}
-            # the first model decides what all of them have in common
+            # the first model decides what the traces of all of them have in common
             first = first or function
             identity = function | {f"first {what}": value for what, value in first.items()}
             known = None if kept is None else kept.read(name, identity)
@@ -235,12 +235,18 @@ def compare_traces(
             else:
                 before = shared.no_minimal
                 estimates = shared.measure(name, model, None if progress is None else functools.partial(progress, name))
-                if extra_estimates is not None:
-                    with naming(name):
-                        estimates |= extra_estimates(model)
                 if kept is not None:
                     # of a model before it, the reason may be gone the next time
                     kept.write(name, identity, estimates, "" if before else shared.no_minimal)
+            if extra_estimates is not None:
+                # these are the same behind any first model
+                known = None if kept is None else kept.read(name, function)
+                if known is None:
+                    with naming(name):
+                        known = dict(extra_estimates(model)), ""
+                    if kept is not None:
+                        kept.write(name, function, *known)
+                estimates |= known[0]
         except KeyboardInterrupt as stop:
             partial = stop.partial if isinstance(stop, InterruptedEstimate) else None
             if not done and not isinstance(stop, InterruptedEstimate):

@@ -397,7 +397,7 @@ def concat(panels: Sequence[Spec], note: str, *, together: int = 1) -> Spec:
                 names[id(rows)] = f"data-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]}"
                 datasets[names[id(rows)]] = rows
             layers.append({**one, "data": {"name": names[id(rows)]}})
-        named.append({**panel, "layer": layers, "width": width, "height": height})
+        named.append({"height": height, **panel, "layer": layers, "width": width})
     return {
         "$schema": f"https://vega.github.io/schema/vega-lite/v{VERSION}.1.json",
         "concat": named,

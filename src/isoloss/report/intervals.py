@@ -9,12 +9,15 @@ from isoloss.errors import IsolossError
 from isoloss.report import charts, data
 from isoloss.report.charts import Spec, layer, nominal
 
+_LINE = 16  # pixels of height for each line of a row's name
+_LINES = "split(datum.label, '\\n')"  # else Vega draws them in one
+
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
     """One marker with its interval."""
 
-    row: str  # the row that it is in
+    row: str  # the row that it is in; its name may have several lines
     series: str  # shown by color: which of several markers in one row and panel. With one series, no legend
     value: float  # where the marker is
     low: float  # the ends of the interval
@@ -64,7 +67,7 @@ def _panel(panel: IntervalPanel, rows: Sequence[str], series: list[str], color: 
         "row",
         title=None,
         sort=list(rows),
-        axis={"labelLimit": 320, "ticks": False, "domain": False, "labels": named},
+        axis={"labelLimit": 320, "ticks": False, "domain": False, "labels": named, "labelExpr": _LINES},
         scale={"domain": list(rows)},
     )
     x = charts.axis("value", panel.title, ends, log=panel.log)
@@ -75,9 +78,10 @@ def _panel(panel: IntervalPanel, rows: Sequence[str], series: list[str], color: 
     point = {"type": "point", "filled": True, "size": charts.POINT, "opacity": 1}
     texts = [nominal(name) for name in ("row", "series", "text")]
     return {
+        "height": max(charts.SIZE[1], _LINE * sum(1 + row.count("\n") for row in rows)),
         "layer": [
             layer([{"value": panel.reference}], reference, x=x),
             layer(drawn, {"type": "rule", "strokeWidth": charts.LINE}, **placed, **lines),
             layer(drawn, point, x=x, **placed, tooltip=texts),
-        ]
+        ],
     }

@@ -112,7 +112,8 @@ def compare(
         min_ratio: The smallest ratio of two traces that counts: the flattest model's are smaller by this factor.
         inputs: How `data` is read: length, masking, and so on. The tokenizer is an argument of its own.
         output: A folder that keeps the estimates of each model that is done. The same call goes on there after it was
-            killed, and ends with the same numbers. Further models may come behind the others.
+            killed, and ends with the same numbers. Models may be added or left out; behind another first model, traces
+            are measured again, as it decides how they are adjusted.
         device: For checkpoints: auto, cpu, cuda, cuda:1, mps.
         dtype: For checkpoints: the type of the weights.
         attention: For checkpoints: the kernel, as for `isoloss.load_model`.
@@ -208,9 +209,7 @@ def compare(
         ]
         held = batches if isinstance(batches, list) else []
         read_by_all = [_sha256(each) for each in (held, few, auxiliary_sample or ())]
-        # the first model decides the controls of all
-        decisive = {"versions": versions(), "first model": next(iter(named)), "inputs": read_by_all, "settings": chosen}
-        kept = Kept(Path(output), decisive)
+        kept = Kept(Path(output), {"versions": versions(), "inputs": read_by_all, "settings": chosen})
 
     # 3. one table, which judges itself
     def judged(compared: TraceComparison) -> ModelComparison:
