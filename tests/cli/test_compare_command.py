@@ -194,18 +194,23 @@ def test_what_is_next_can_be_pasted(capsys):
     assert "To paste" not in call(capsys, "a", "copy of a", *DATA)[0]
 
 
-def test_at_other_losses_the_steps_of_both_runs_are_what_is_next(capsys):
-    for run, checkpoint, factor in (("one run", "a", 1), ("two", "b", 20)):
+def test_at_other_losses_the_steps_of_both_runs_are_what_is_next(capsys, tmp_path):
+    for run, checkpoint, factor in (("one run", "a", 4), ("two", "b", 25)):
         model = GPT2LMHeadModel.from_pretrained(checkpoint)
         for step in (10, 20):
             with torch.no_grad():
                 model.transformer.wte.weight.mul_(factor)
             shutil.copytree(checkpoint, f"{run}/step-{step}")
             model.save_pretrained(f"{run}/step-{step}")
-    words = (*DATA, "--num-sequences=40")
-    out, _ = call(capsys, "one run/step-20", "two/step-10", *words)
-    (series,) = (shlex.split(line) for line in out.splitlines() if "*" in line and line.startswith("  isoloss "))
+    words = (*DATA, "--num-sequences=12")
+    files = ("--html", tmp_path / "page.html", "--csv", tmp_path / "all.csv", "--figure", tmp_path / "figure.svg")
+    out, _ = call(capsys, "one run/step-20", "two/step-10", *words, *files)
+    # not more sequences, though the errors of the traces are too large as well
+    assert "The errors are too large to tell. The losses differ by more than 0.01 nats" in " ".join(out.split())
+    assert "take more sequences" not in " ".join(out.split())
+    series, task = (shlex.split(line) for line in out.splitlines() if line.startswith("  isoloss "))
     assert series == ["isoloss", "compare", "one run/step-*", "two/step-*", *words]
+    assert task == ["isoloss", "compare", "one run/step-20", "two/step-10", *words, "--task", "sst2"]
     assert "one run, from step 10 to 20" in " ".join(call(capsys, *series[2:])[0].split())
 
 

@@ -121,7 +121,7 @@ def by_document(batch, values):
     return torch.zeros(int(numbers.max()) + 1, dtype=torch.float64).index_add_(0, numbers, values.double())
 
 
-def test_losses_and_their_differences_are_over_documents(measured):
+def test_losses_and_their_differences_are_over_documents(measured, text):
     models, _, kind, batch, comparison = measured
     labels = batch["labels"][:, 1:] if kind == "causal" else batch["labels"]
     counts = by_document(batch, (labels != -100).sum(dim=1))
@@ -130,6 +130,12 @@ def test_losses_and_their_differences_are_over_documents(measured):
         found = comparison.models[name]["loss"]
         assert (found.value, found.stderr) == pytest.approx(ratio(sums, counts), rel=1e-5)
         assert found.samples == len(counts)
+        # samples are in the order of the documents' names
+        above = (sums - found.value * counts).numpy()
+        assert found.influence == pytest.approx(above * found.influence[0] / above[0], rel=0.05)
+    texts = [" ".join(json.loads(line)["text"].split()) for line in text.read_text().splitlines()]
+    numbers = sorted(set(batch["documents"].tolist()))
+    assert list(comparison.documents) == [f'{text}:{i + 1}, "{texts[i][:40]}…"' for i in numbers]
     difference = comparison.difference("loss", "b", "a")
     assert (difference.value, difference.stderr) == pytest.approx(ratio(nats["b"] - nats["a"], counts), rel=1e-4)
 
@@ -306,6 +312,17 @@ def test_the_accuracy_of_a_task_is_the_probe_of_evaluate_and_paired_by_example(f
     *others, task = comparison.answers()
     assert [answer.question for answer in (*others, task)] == ["Same loss?", "Flatter?", "Better at sst2?"]
     assert task.answer.endswith(", by a probe of the last token")
+
+
+def test_documents_have_their_names_in_any_order(folder, text):
+    influences = []
+    for options in ({}, {"seconds": 1e9}):  # the second is of shuffled inputs
+        found = compared(folder / "a", folder / "b", text, num_sequences=140, **options)
+        loss = found.models[str(folder / "a")]["loss"]
+        influences.append(dict(zip(found.documents, loss.influence[: loss.samples], strict=True)))
+    plain, shuffled = influences
+    assert list(plain) != list(shuffled)
+    assert shuffled == pytest.approx(plain, rel=1e-3)
 
 
 LITTLE = {"inputs": HOW, "num_sequences": 12, "robustness": False}
@@ -495,6 +512,12 @@ def test_at_different_losses_no_model_is_called_more_robust():
     answers = {answer.question: answer for answer in comparison.answers()}
     reason = {False: "the losses differ", None: "the losses are not shown to be the same"}[answers["Same loss?"].holds]
     at_ten = dataclasses.replace(comparison, loss_margin=10.0)
+    half = times(comparison.models["a"]["int4-rise"], 1e-4 / comparison.models["a"]["int4-rise"].stderr)
+    for size, is_small in ((7e-4, True), (9e-4, False)):  # ± 1e-4
+        rises = {"a": dataclasses.replace(half, value=-1.0), "b": dataclasses.replace(half, value=size)}
+        known = {model: each | {"int4-rise": rises[model]} for model, each in comparison.models.items()}
+        robust = dataclasses.replace(comparison, models=known).answers()[2]
+        assert robust.answer == f"Not judged: {reason}{'; all rises are below 0.001 nats' * is_small}"
     for place, name in ((2, "int4-rise"), (3, "noise-rise")):
         robust, judged = comparison.answers()[place], at_ten.answers()[place]
         assert (robust.answer, robust.holds) == (f"Not judged: {reason}", None)

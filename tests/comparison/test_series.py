@@ -165,6 +165,14 @@ def test_copies_and_jumps_of_a_series_are_named():
         "checkpoint-60 and checkpoint-70 have identical weights.",
     ]
     assert "How do the measures change over the steps of a?" in comparison_page(comparison)
+    # neither is a jump nor the interval of a ratio an error that is near the value, or that of one input
+    for value, influence in ((4e3, 2e4 * DRAWS[5]), (4e3, 3e3 * np.where(np.arange(N) == 7, N - 1, -1) / N)):
+        course = run("a", [3.0, 2.9, 2.8, 2.7, 2.6], [10.0, 11.0, 12.0, 13.0, value])
+        assert sum("jumps" in text for text in compared(course).texts()) == 1
+        course["a/checkpoint-50"]["trace"] = estimate(value, influence)
+        assert not any("jumps" in text for text in compared(course).texts())
+    course["a/checkpoint-50"]["trace"] = estimate(value, 2e4 * DRAWS[5])
+    assert "to 4000 ± 2300 (difference 4000 ± 2300, 95 % -600 to 8600)" in compared(course).texts()[1]
     of_run = compared(run("runs/a/checkpoints", [3.0, 2.9, 2.8], [10.0, 11.0, 12.0]))
     assert of_run.texts()[1].startswith("a, from step 10 to 30: loss falls")
     falling = compared(run("a", [3, 2, 1.7, 1.6, 1.55, 1.53], [9, 10, 11, 12, 13, 14]))
@@ -229,10 +237,25 @@ def test_checkpoints_of_which_one_input_makes_up_much_of_the_error_are_named():
     )
     assert compared(models).texts()[-1] == warning
     assert "30 (98 %): with so few like it" in " ".join(comparison_page(compared(models)).split())
+    # by document, where these have names
+    models["a/checkpoint-10"]["trace"] = estimate(10.0, np.roll(alone, 1))
+    named = compared(models, documents=tuple(f'x.jsonl:{i}, "word {i} …"' for i in range(N)))
+    several = named.texts()[-1]
+    assert several == named.to_dict()["warning"]
+    assert several.startswith('One of the documents (x.jsonl:8, "word 8 …") makes up more than a quarter of the ')
+    assert (
+        ' trace of checkpoint-10 (98 %); another one (x.jsonl:7, "word 7 …") '
+        "of the trace of checkpoint-20 (98 %) and checkpoint-30 (98 %), and of the minimal trace of "
+        "checkpoint-30 (98 %): with so few like them, these errors are unreliable."
+    ) in several
     # of two models, a verdict may say it
     judged = compared({"a": model(2.0, 20.0, 1) | {"trace": estimate(20.0, 20 * alone)}, "b": model(2.0, 21.5, 2)})
     assert judged.verdict().reasons == ("rare",)
     assert str(judged).count("with so few like it") == 1
+    assert judged.answers()[1].answer == "No verdict: one input makes up much of the error"
+    judged.models["b"]["loss"] = estimate(3.0, 1e-3 * DRAWS[2])
+    assert judged.verdict().reasons == ("rare", "loss")
+    assert judged.answers()[1].answer == "No verdict: the losses differ"
 
 
 @pytest.mark.parametrize(

@@ -249,9 +249,11 @@ def _next(
 ) -> list[str]:
     """Return the commands that may answer what this one left open, built from its own arguments."""
     commands = []
-    # the folder of --output has a comparison with other settings
-    arguments = common.without_option(arguments, "--output")
-    if taken is not None and not {"open", "loss open", "rare"}.isdisjoint(reasons):
+    # the folder of --output has a comparison with other settings, and the files have this one's numbers
+    for option in ("--output", "--html", "--csv", "--parquet", "--figure"):
+        arguments = common.without_option(arguments, option)
+    # at other losses, more sequences give no verdict either
+    if taken is not None and "loss" not in reasons and not {"open", "loss open", "rare"}.isdisjoint(reasons):
         commands.append(common.command_with("compare", arguments, "--num-sequences", _MORE * taken))
     count = len(args.models)
     first = next((place for place in range(len(arguments)) if arguments[place : place + count] == [*args.models]), None)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isoloss.checkpoints.places import series_of
-from isoloss.comparison.series import Pair, Series, counted, jumps, pairs, summary
+from isoloss.comparison.series import MOST_UNCERTAIN, Pair, Series, counted, jumps, pairs, summary
 from isoloss.comparison.verdict import (
     REASONS,
     TraceComparison,
@@ -38,6 +38,7 @@ from isoloss.statistics.estimate import (
     adjustment,
     html_table,
     interval,
+    leading_name,
     number,
     rare,
     samples_of,
@@ -228,7 +229,12 @@ class ModelComparison(TraceComparison):
                 continue
             task = self.tasks[name]
             best = self._best(name, f"Better at {task}?", largest=True)
-            answers.append(dataclasses.replace(best, answer=f"{best.answer}, by a probe of {self._states(name)}"))
+            answer = f"{best.answer}, by a probe of {self._states(name)}"
+            majority = next(iter(self.of(name).values())).details["majority_rate"]
+            if all(accuracy.value <= majority for accuracy in self.of(name).values()):
+                neither = "neither" if len(self.models) == 2 else "none"
+                answer += f"; {neither} is above the majority class's {100 * majority:.2f} %"
+            answers.append(dataclasses.replace(best, answer=answer))
         return answers
 
     def _of_series(self) -> list[Answer]:
@@ -264,7 +270,8 @@ class ModelComparison(TraceComparison):
         """Return how an estimate changes from the first step to the last one, in words, and by how much."""
         first, *_, last = series.values()
         values = [number(self.shown(name, self.models[model][name])) for model in (first, last)]
-        if name in self.traces:
+        of_ratio = self.log_ratio(name, last, first) if name in self.traces else None
+        if of_ratio is not None and of_ratio.stderr <= MOST_UNCERTAIN:
             ratio, (low, high) = self.ratio(name, last, first)
             detail = f"{in_digits(ratio)} times, 95 % {in_digits(low)} to {in_digits(high)}"
             low, high = low - 1, high - 1
@@ -339,7 +346,8 @@ class ModelComparison(TraceComparison):
                 beside = f", with {ratio} times the trace of {names[other]}"
             answer = names[found.flattest] + beside
             return Answer(question="Flatter?", answer=answer, detail="; ".join(parts), holds=True)
-        reason = REASONS[found.reasons[0]]
+        # at other losses, nothing else that is open matters
+        reason = REASONS["loss" if "loss" in found.reasons else found.reasons[0]]
         return Answer(question="Flatter?", answer=f"No verdict: {reason}", detail="; ".join(parts), holds=None)
 
     def _more_robust(self, name: str, question: str) -> Answer:
@@ -361,6 +369,8 @@ class ModelComparison(TraceComparison):
             found = self.of("int4-loss")
             losses = [f"{self.short[model]} {number(loss)}" for model, loss in found.items()]
             detail = f"losses with 4-bit weights: {', '.join(losses)}; rises: {best.detail}"
+        if all(rise.ci95[1] < _MILLI for rise in self.of(name).values()):
+            answer += f"; all rises are below {_MILLI:g} nats"
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
 
     def _rounded(self) -> dict[str, tuple[int, int]]:
@@ -439,21 +449,30 @@ class ModelComparison(TraceComparison):
         """That one input makes up much of the error of some traces; empty where none does, or the verdict says so."""
         if not self.series and len(self.models) > 1 and "rare" in self.verdict().reasons:
             return ""
-        parts = []
+        # by document, where these have names: models by trace
+        found: dict[str, dict[str, list[str]]] = {}
         for trace in self.traces:
-            leading = rare(self.of(trace))
-            largest = sorted(leading, key=leading.__getitem__, reverse=True)
-            shown = [f"{self.short[model]} ({100 * leading[model]:.0f} %)" for model in largest[:_MOST_RARE]]
-            if len(largest) > _MOST_RARE:
-                shown.append(f"{len(largest) - _MOST_RARE:,} more")
-            if shown:
-                parts.append(f"the {TITLES[trace]} of {listed(shown)}")
-        if not parts:
+            leading = rare(estimates := self.of(trace))
+            for model in sorted(leading, key=leading.__getitem__, reverse=True):
+                of_document = found.setdefault(leading_name(estimates[model], self.documents), {})
+                of_document.setdefault(trace, []).append(f"{self.short[model]} ({100 * leading[model]:.0f} %)")
+        if not found:
             return ""
         samples = next(iter(self.of("trace").values())).details["clusters"]
+        parts: list[str] = []
+        for name, of_document in found.items():
+            traces = []
+            for trace, models in of_document.items():
+                more = [f"{len(models) - _MOST_RARE:,} more"] * (len(models) > _MOST_RARE)
+                traces.append(f"the {TITLES[trace]} of {listed([*models[:_MOST_RARE], *more])}")
+            one = f"another one{name}"
+            if not parts:
+                one = f"One of the {samples}{name} makes up more than a quarter of the squared error"
+            parts.append(f"{one} of {', and of '.join(traces)}")
+        is_judged = not self.series and self.verdict().flattest is not None
         return (
-            f"One of the {samples} makes up more than a quarter of the squared error of {', and of '.join(parts)}: "
-            "with so few like it, these errors are unreliable."
+            f"{'; '.join(parts)}: with so few like {'them' if len(parts) > 1 else 'it'}, these errors are unreliable."
+            + " The verdict rests on their differences, in whose errors no input counts for so much." * is_judged
         )
 
     def caption(self) -> str:
@@ -555,4 +574,4 @@ class ModelComparison(TraceComparison):
             for pair in found
         ]
         of_series = {"series": self.series, "pairs_at_same_loss": at_one_loss} if self.series else {}
-        return {**about, **super().to_dict(), **judged, **answers, **of_series}
+        return {**about, **super().to_dict(), **judged, **answers, **of_series, "warning": self.warning}

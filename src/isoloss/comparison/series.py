@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 from isoloss.comparison.verdict import TraceComparison, in_digits
 from isoloss.statistics.comparison import linear_combination
-from isoloss.statistics.estimate import Estimate, number
+from isoloss.statistics.estimate import Estimate, number, rare
 from isoloss.statistics.jumps import JUMP, find_jumps
 from isoloss.statistics.significance import equivalence
 
 Series = Mapping[int, str]
+
+MOST_UNCERTAIN = 0.5  # error of a logarithm, above which the delta method gives it no interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +152,12 @@ def jumps(comparison: TraceComparison, series: Series, names: Mapping[str, str])
     for name in ("loss", "trace"):
         # a trace moves by factors
         move = comparison.difference if name == "loss" else comparison.log_ratio
-        found = [move(name, after, before) for before, after in itertools.pairwise(models)]
         # a comparison has no trace that is not above 0
-        for place in find_jumps([each.ci95 for each in found if each is not None], lengths):
+        found = list(filter(None, (move(name, after, before) for before, after in itertools.pairwise(models))))
+        for place in find_jumps([each.ci95 for each in found], lengths):
+            # an error that rests on one input tells no jump
+            if rare({"": found[place]}) or (name == "trace" and found[place].stderr > MOST_UNCERTAIN):
+                continue
             before, after = models[place : place + 2]
             size = f"by {number(comparison.difference('loss', after, before))} nats"
             if name == "trace":

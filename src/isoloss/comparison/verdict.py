@@ -3,15 +3,14 @@
 A model's estimates are `trace`, `without-embeddings` (the part of the trace that is not the embeddings') and `loss`;
 where the minimal trace was measured, also `minimal-trace` and `minimal-without-embeddings`.
 
-A model is called the flattest only where five things hold: all models have the same parameters, over which a trace is
+A model is called the flattest only where six things hold: all models have the same parameters, over which a trace is
 a sum; their losses are shown to be the same within a margin; its trace is the smallest; so is its minimal trace, which
-no rescaling of whole weight tensors can change (of units of an MLP or channels, with a finer granularity); and both
-traces of every other model are larger by a ratio that counts.
+no rescaling of whole weight tensors can change (of units of an MLP or channels, with a finer granularity); both traces
+of every other model are larger by a ratio that counts; and no input makes up much of the error of these differences.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import html
 import itertools
@@ -20,8 +19,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from isoloss.checkpoints.places import series_of
 from isoloss.errors import IsolossError, warn
 from isoloss.statistics.checking import at_least
@@ -29,7 +26,6 @@ from isoloss.statistics.comparison import (
     paired_difference,
     paired_log_ratio,
     probabilities_of_smallest,
-    probability_above_zero,
 )
 from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, rounded, samples_of
 from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, equivalence, is_beyond
@@ -98,6 +94,7 @@ class TraceComparison(Tabular):
         architectures: The SHA-256 of each model's layers, their shapes and its activations.
         no_minimal: Why the minimal traces were not measured, though they were asked for.
         interpolated: The models that are no checkpoints but lie between two, so that they are copies of none.
+        documents: Where each sample is and how it begins, if the samples are documents of a text.
     """
 
     models: Mapping[str, Mapping[str, Estimate]]
@@ -105,6 +102,7 @@ class TraceComparison(Tabular):
     architectures: Mapping[str, str]
     no_minimal: str = ""
     interpolated: tuple[str, ...] = ()
+    documents: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -401,6 +399,11 @@ def _reasons(
     else:
         said = listed([f"{names[name]} has {what}" for name, what in zip(best.values(), smallest, strict=True)])
     said = f"{said}; {_ratios_in_words(comparison, best, names)}"
+    wide = [
+        trace.replace("-", " ")
+        for trace, (_, _, interval) in rivals.items()
+        if chances[trace] >= _SURE and interval[1] >= 1
+    ]
     minima = comparison.of("minimal-trace") if "minimal-trace" in comparison.traces else {}
     if not minima:
         why = comparison.no_minimal or "it was not measured"
@@ -421,25 +424,33 @@ def _reasons(
             "near",
             f"{said}, but the {listed(near)} differ by less than a factor of {min_ratio:g}, the smallest that counts.",
         )
-    elif min(chances.values()) < _SURE:
-        yield "open", f"{said}. The errors are too large to tell."
+    elif min(chances.values()) < _SURE or wide:
+        said += ". The errors are too large to tell."
+        if wide:
+            said += f" The difference in {listed(wide)} excludes 0, but the interval of the ratio, which is wider with "
+            said += "errors so large, does not exclude 1."
+        yield "open", said
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
     # last: a rare input is a reason only where there would be a verdict otherwise
     elif warning := _rarity(comparison, best["trace"], names):
         yield "rare", f"{said}, but {warning}."
-    others = [name for name, original in comparison.originals.items() if original == name != best["trace"]]
-    differences = {name: comparison.difference("loss", name, best["trace"]) for name in others}
-    apart = {name: each for name, each in differences.items() if not equivalence(each, loss_margin).shown}
+    pairs = [
+        (name, best["trace"]) for name, original in comparison.originals.items() if original == name != best["trace"]
+    ]
+    if len(comparison.models) == 2:  # in the direction of the table
+        pairs = [comparison.ordered(best["trace"], name) for name, _ in pairs]
+    differences = {pair: comparison.difference("loss", *pair) for pair in pairs}
+    apart = {pair: each for pair, each in differences.items() if not equivalence(each, loss_margin).shown}
     if apart:
         # beyond the margin with confidence, or too uncertain to say
-        differ = {name: each for name, each in apart.items() if is_beyond(each, loss_margin)}
+        differ = {pair: each for pair, each in apart.items() if is_beyond(each, loss_margin)}
         apart = differ or apart
         # of many models, the two ends
         ordered = sorted(apart.items(), key=lambda item: item[1].value)
         shown = ordered if len(ordered) <= _MOST_NAMED else [ordered[0], ordered[-1]]
         losses = [
-            f"{names[name]} minus {names[best['trace']]} is {rounded(each.value, each.stderr)}" for name, each in shown
+            f"{names[name]} minus {names[other]} is {rounded(each.value, each.stderr)}" for (name, other), each in shown
         ]
         found = "The losses differ by more than" if differ else "The losses are not shown to be within ±"
         ends = f"of {len(apart)} models, at the ends " * (len(shown) < len(apart))
@@ -489,27 +500,21 @@ def in_digits(ratio: float) -> str:
 
 
 def _rarity(comparison: TraceComparison, best: str, names: Mapping[str, str]) -> str:
-    """Return a warning where one input makes up much of the error of a difference, and the verdict rests on it.
+    """Return a warning where one input makes up much of the error of a difference that the verdict rests on.
 
-    With s_i the part of input i in the squared error, that error is worth 1 / sum s_i^2 equal inputs (Satterthwaite,
-    1946). A difference that is sure with so few is no matter of one input, and what an input does to both models alike
-    is not in the difference.
+    What an input does to both models alike is not in the difference.
     """
-    differences = {}
-    for trace in comparison.traces:
-        for name in (name for name, original in comparison.originals.items() if original != best):
-            difference = comparison.difference(trace, name, best)
-            assert difference.influence is not None
-            squares = np.square(difference.influence)
-            if not squares.any():
-                continue
-            worth = dataclasses.replace(
-                difference, effective_samples=max(2.0, float(squares.sum() ** 2 / np.square(squares).sum()))
+    return rarity(
+        {
+            f"the difference in {trace.replace('-', ' ')} of {names[name]} and {names[best]}": comparison.difference(
+                trace, name, best
             )
-            if probability_above_zero(worth) < _SURE:
-                title = f"the difference in {trace.replace('-', ' ')} of {names[name]} and {names[best]}"
-                differences[title] = difference
-    return rarity(differences)
+            for trace in comparison.traces
+            for name, original in comparison.originals.items()
+            if original != best
+        },
+        comparison.documents,
+    )
 
 
 def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
@@ -540,7 +545,7 @@ def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool, *, is_seri
         steps.append(
             "compare checkpoints whose losses are nearer (isoloss compare takes all in a folder of checkpoints)"
         )
-    if not reasons.keys().isdisjoint({"open", "rare", "loss open"}):
+    if "loss" not in reasons and not reasons.keys().isdisjoint({"open", "rare", "loss open"}):
         steps.append(f"take {more}")
     if "near" in reasons:
         steps.append("let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO)")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -183,10 +183,11 @@ def adjustment(trace: Estimate) -> str:
     return ""
 
 
-def rarity(estimates: Mapping[str, Estimate]) -> str:
+def rarity(estimates: Mapping[str, Estimate], names: Sequence[str] = ()) -> str:
     """Return a warning that one sample makes up much of the error of an estimate; empty where none does.
 
-    Of several, which are on the same samples, it is about the one of which this is most true, by what it is called.
+    Of several, which are on the same samples, it is about the one of which this is most true, by what it is called. The
+    samples may have `names`.
 
     Example:
         >>> import numpy as np
@@ -195,16 +196,19 @@ def rarity(estimates: Mapping[str, Estimate]) -> str:
         >>> influence = np.array([9.0] + [1.0] * 39)
         >>> e = Estimate(value=9, stderr=1, samples=40, unit="", num_predictions=40, method="", influence=influence)
         >>> rarity({"a": e})
-        'one of the samples makes up 68 % of the squared error of a: with so few like it, the error is unreliable'
+        'one of the inputs makes up 68 % of the squared error of a: with so few like it, the error is unreliable'
     """
     leading = rare(estimates)
     if not leading:
         return ""
     name = max(leading, key=leading.__getitem__)
-    samples = next((e.details["clusters"] for e in estimates.values() if "clusters" in e.details), "samples")
+    samples = next(
+        (e.details["clusters"] for e in estimates.values() if "clusters" in e.details),
+        "documents" if names else "inputs",
+    )
     return (
-        f"one of the {samples} makes up {100 * leading[name]:.0f} % of the squared error{name and f' of {name}'}: "
-        "with so few like it, the error is unreliable"
+        f"one of the {samples}{leading_name(estimates[name], names)} makes up {100 * leading[name]:.0f} % of the "
+        f"squared error{name and f' of {name}'}: with so few like it, the error is unreliable"
     )
 
 
@@ -212,6 +216,13 @@ def rare(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     """Return the largest part that a sample has in the squared error, of the estimates where it is above a quarter."""
     leading = {name: _leading(estimate) for name, estimate in estimates.items() if estimate.samples >= _FEW}
     return {name: part for name, part in leading.items() if part > _LEADING}
+
+
+def leading_name(estimate: Estimate, names: Sequence[str]) -> str:
+    """Return the name of the sample with the largest part in the squared error, in brackets; empty without names."""
+    if not names or estimate.influence is None:
+        return ""
+    return f" ({names[int((estimate.influence[: estimate.samples] ** 2).argmax())]})"
 
 
 def _leading(estimate: Estimate) -> float:

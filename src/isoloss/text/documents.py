@@ -214,7 +214,7 @@ class _File:
             else:
                 parts = _text_parts(self.path) if blocks is None else _text_blocks(self.path, blocks)
             for place, text in parts:
-                yield f"{self.path}:{place}", text
+                yield f"{self.path}:{'' if blocks is None else 'byte '}{place}", text
 
 
 class _Dataset:

@@ -5,7 +5,7 @@ Shapes: n sequences, T tokens in each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +36,7 @@ _MOST_BYTES = 10_000_000
 _BYTES_PER_TOKEN = 20
 _KEPT_VECTORS = 20  # of the model's width, that a transformer layer keeps for a token
 _ROWS_AT_ONCE = 1024  # of an auxiliary sample
+_FIRST_CHARACTERS = 40  # of a document, by which it is named
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,7 @@ class Inputs:
         auxiliary_sample: Of inputs from a file, all sequences that it holds, also the ones in `batches`.
         bytes_per_token: For text, the mean number of its bytes (UTF-8) per predicted token
             (`isoloss.text.tokenizers.encode_with_bytes`); None for token ids, as the text is not known.
+        documents: For text, where each document is and how it begins, by its number in `documents` of the batches.
     """
 
     batches: list[Batch]
@@ -79,6 +81,7 @@ class Inputs:
     description: str
     auxiliary_sample: Rows | None = None
     bytes_per_token: float | None = None
+    documents: Sequence[str] = ()
 
     @property
     def num_held(self) -> int | None:
@@ -211,11 +214,11 @@ def read_inputs(
             most = max(_MOST_BYTES, _BYTES_PER_TOKEN * num_sequences * length)
             blocks = documents.drawn_blocks(sources, most, seed)
         texts = documents.read(sources, blocks=blocks)
-        rows, sizes, origins, unknown = _from_text(data, texts, its_tokenizer, kind, length)
+        rows, sizes, origins, unknown, names = _from_text(data, texts, its_tokenizer, kind, length)
     elif is_masked:
-        (rows, labels), sizes, origins, unknown = read_masked_ids(data), None, None, ""
+        (rows, labels), sizes, origins, unknown, names = read_masked_ids(data), None, None, "", []
     else:
-        rows, sizes, origins, unknown = read_token_ids(data, length), None, None, ""
+        rows, sizes, origins, unknown, names = read_token_ids(data, length), None, None, "", []
     for each in (rows,) if labels is None else (rows, labels):
         _check_rows(each, data, text_config, max_length, checkpoint)
 
@@ -255,7 +258,8 @@ def read_inputs(
             auxiliary_sample = replace(auxiliary_sample, origins=None)
             description += ", too few to tell how texts differ (a folder of texts or a .jsonl file has more): "
             description += "errors are for these texts alone"
-    inputs = replace(make_inputs(_cut(whole, batch_size), kind, description), auxiliary_sample=auxiliary_sample)
+    inputs = make_inputs(_cut(whole, batch_size), kind, description)
+    inputs = replace(inputs, auxiliary_sample=auxiliary_sample, documents=names)
     if sizes is None:
         return inputs
     is_predicted = whole["labels"].numpy() != IGNORED
@@ -329,8 +333,8 @@ def _special_ids(
 
 def _from_text(
     data: Path, located: Iterable[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, kind: Kind, length: int
-) -> tuple[Ids, tokenizers.Floats, Ids, str]:
-    """Return rows, bytes of text of each token, the document in which each begins, and a note of unknown tokens."""
+) -> tuple[Ids, tokenizers.Floats, Ids, str, list[str]]:
+    """Return rows, bytes of text of each token, the document in which each begins, a note of unknown tokens, names."""
     around = boundary_token_ids(tokenizer) if kind == "masked" else {}
     body = length - len([i for i in around.values() if i is not None])
     if body < 1:
@@ -341,6 +345,7 @@ def _from_text(
     num_bytes: list[tokenizers.Floats] = []
     unknown: list[int] = []
     numbers: list[int] = []
+    names: list[str] = []
     is_causal = kind == "causal"
     # what the tokenizer puts around a text: the unknown token may be among these, and does not count
     (added,) = tokenizers.encode(tokenizer, [""], add_special_tokens=is_causal)
@@ -354,6 +359,9 @@ def _from_text(
                 numbers.append(numbers[-1])
             else:
                 numbers.append(known.setdefault(text, len(known)))
+            if numbers[-1] == len(names):
+                first = " ".join(text[: 10 * _FIRST_CHARACTERS].split())
+                names.append(f'{location}, "{first[:_FIRST_CHARACTERS]}{"…" * (len(first) > _FIRST_CHARACTERS)}"')
             yield text
 
     def counted() -> Iterator[np.ndarray]:
@@ -382,7 +390,7 @@ def _from_text(
         rows, row_bytes, origins = rows[is_maskable], row_bytes[is_maskable], origins[is_maskable]
         left_out = (~is_maskable).sum()
         note += f", {left_out:,} sequences of unknown tokens alone left out" if left_out else ""
-    return rows, row_bytes, origins, note
+    return rows, row_bytes, origins, note, names
 
 
 def _check_rows(rows: Ids, data: Path | str, config: Any, max_length: int | None, checkpoint: str) -> None:

@@ -244,6 +244,23 @@ def test_every_function_of_flatness_that_returns_an_estimate_has_a_measure():
     assert functions <= called, functions - called
 
 
+def test_progress_says_what_it_counts(checkpoints):
+    said = []
+    names = ["loss", "trace", "int4-rise", "largest-eigenvalue", "spectral-density"]
+    folder = checkpoints / "a"
+    evaluate(
+        folder, names, language=LANGUAGE, settings=SMALL, device="cpu", progress=lambda *state: said.append(state[-1])
+    )
+    for note in (
+        "loss of {}, 40 of at most 40 sequences",
+        "trace of {}, 40 of at most 40 sequences",
+        "int4-rise of {}, 2 passes over the inputs",
+        "largest-eigenvalue of {}, 1 Lanczos steps",
+        "spectral-density of {}, 1 probes",
+    ):
+        assert note.format(folder) in said
+
+
 def test_a_measure_of_ones_own_is_found_by_its_pattern(checkpoints, monkeypatch):
     def parameter_count(model, *, word: str):
         """Number of parameters whose name has a word in it."""

@@ -236,7 +236,10 @@ def _evaluate_models(
             if progress is not None:
                 so_far = functools.partial(progress, len(done), len(names) * len(measures))
                 so_far(work)
-                context.progress = lambda number, so_far=so_far, work=work: so_far(f"{work}, {number:,} done")
+                counted = make_measure(measure, settings).counted
+                context.progress = lambda number, so_far=so_far, work=work, counted=counted: so_far(
+                    f"{work}, {number:,} {counted}"
+                )
             try:
                 evaluation, examples = measured(measure, settings, model, context, step=None, weights=weights)
             except KeyboardInterrupt as stop:

@@ -83,6 +83,11 @@ class Measure:
     Measures that share a field inherit it from one class, so that an option of the command line is the same for all.
     """
 
+    @property
+    def counted(self) -> str:
+        """What the context's `progress` counts."""
+        return "done"
+
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why the measure cannot be taken here, as a sentence; None if it can."""
         return None
@@ -112,6 +117,11 @@ class SequenceMeasure(SeededMeasure):
     num_sequences: int = setting(512, minimum=2)
     """Sequences to measure on, at most."""
 
+    @property
+    def counted(self) -> str:
+        """What the context's `progress` counts."""
+        return f"of at most {self.num_sequences:,} sequences"
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,6 +131,16 @@ def requires(check: Callable[[FunctionMeasure, MeasureContext], str | None]) -> 
 
     def marked(function: F) -> F:
         function.requires = check  # type: ignore[attr-defined]
+        return function
+
+    return marked
+
+
+def counting(what: str) -> Callable[[F], F]:
+    """Let a function be a measure whose `progress` counts something else than sequences."""
+
+    def marked(function: F) -> F:
+        function.counting = what  # type: ignore[attr-defined]
         return function
 
     return marked
@@ -139,6 +159,12 @@ class FunctionMeasure(Measure):
     function: ClassVar[Callable[..., Any]]
     taken: ClassVar[tuple[str, ...]]  # the names of its other keyword arguments
     is_of_flatness: ClassVar[bool]  # whether it takes a model, perhaps sequences, and nothing else
+
+    @property
+    def counted(self) -> str:
+        """What the context's `progress` counts."""
+        what: str = getattr(self.function, "counting", "") or super().counted
+        return what
 
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return which limits are set that the function does not take, or the reason that it gives itself."""

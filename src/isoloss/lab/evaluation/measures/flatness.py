@@ -17,6 +17,7 @@ from isoloss.lab.evaluation.measures.base import (
     FunctionMeasure,
     MeasureResult,
     SequenceMeasure,
+    counting,
     digest_batches,
     make_measure,
     measure_class,
@@ -362,6 +363,7 @@ def adaptive_sharpness(
     return sam_sharpness(model, batches, sharpness_batch_size=sharpness_batch_size, **ball, **options)
 
 
+@counting("pairs of noise")
 def noise_sharpness(
     model: Any,
     batches: Any,
@@ -383,6 +385,7 @@ def noise_sharpness(
 def _rise_of(name: str, values: str) -> Callable[..., Estimate]:
     """Return the measure of the rise under one of `isoloss.flatness.formats.FORMATS`."""
 
+    @counting("passes over the inputs")
     def rise(model: Any, batches: Any, *, causal: bool | None = None, progress: Any = None) -> Estimate:
         from isoloss.flatness.formats import FORMATS
 
@@ -404,6 +407,7 @@ int4_gptq_rise = _rise_of("int4-gptq", "the symmetric grid of GPTQ: 4 bits, 128 
 nf4_rise = _rise_of("nf4", "NF4 in blocks of 64 (bitsandbytes, without double quantization)")
 
 
+@counting("passes over the inputs")
 def noise_rise(
     model: Any, batches: Any, *, seed: int = 0, causal: bool | None = None, progress: Any = None
 ) -> Estimate:
@@ -412,6 +416,7 @@ def noise_rise(
     return flatness.loss_rises(model, batches, {"noise": change}, causal=causal, progress=progress)["noise"]
 
 
+@counting("chains")
 def llc(
     model: Any,
     batches: Any,
@@ -449,6 +454,7 @@ def _why_no_barrier(measure: FunctionMeasure, context: MeasureContext) -> str | 
 
 
 @requires(_why_no_barrier)
+@counting("passes over the inputs")
 def barrier(
     model: Any,
     batches: Any,
@@ -518,6 +524,7 @@ def _redrawn(grammar: Any, level: int) -> Any:
 
 
 @requires(_why_no_frontier)
+@counting("learning rates")
 def frontier(
     model: Any,
     batches: Any,
@@ -599,6 +606,7 @@ def critical_sharpness(model: Any, batches: Any, *, causal: bool | None = None) 
     return flatness.critical_sharpness(model, batches, causal=causal)
 
 
+@counting("Lanczos steps")
 def largest_eigenvalue(
     model: Any,
     batches: Any,
@@ -614,6 +622,7 @@ def largest_eigenvalue(
     return {f"largest-eigenvalue{f'-{i}' * (i > 1)}": estimate for i, estimate in enumerate(eigenvalues, start=1)}
 
 
+@counting("probes")
 def spectral_density(
     model: Any,
     batches: Any,

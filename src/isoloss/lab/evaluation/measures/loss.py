@@ -30,6 +30,11 @@ class Loss(SequenceMeasure):
         if self.loss_sentences is None:
             object.__setattr__(self, "loss_sentences", self.num_sequences)
 
+    @property
+    def counted(self) -> str:
+        """What the context's `progress` counts."""
+        return "sequences" if self.loss_sentences == "all" else f"of at most {self.loss_sentences:,} sequences"
+
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why the loss cannot be known: an exact language gives no conditionals under this objective."""
         from isoloss.lab.evaluation.loss import why_no_exact_targets
