@@ -54,7 +54,7 @@ class Args:
 
     models: options.Positional[tuple[str, ...]]
     """Checkpoint folders, runs of isoloss (their last checkpoint), folders of checkpoints such as a Trainer's output,
-    or names on the Hugging Face hub (NAME@REVISION); also by patterns, 'runs/*/checkpoint-*' or 'NAME@step*'. With
+    or names on the Hugging Face hub (NAME@REVISION); also patterns: 'runs/*/checkpoint-*', 'NAME@step*'. With
     --module: files of weights."""
     data: Path | None = None
     """Text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs), or token ids (.npy); default: python:docs,

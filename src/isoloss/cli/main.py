@@ -34,7 +34,7 @@ SUBCOMMANDS = {
     "show": "what is in a run directory",
     "study": "new, show, plan, run, work, status, report, verify, export or compare: a whole study",
     "suite": "many checkpoints: which measure predicts which outcome at the same loss?",
-    "theory": "the paper's statements as programs, each with a verdict: bartlett, sgd-flow, brackets",
+    "theory": "statements of Liu et al. (2023), each with a verdict: bartlett, sgd-flow, brackets",
     "doctor": "what this machine has: versions, devices, threads",
 }
 

@@ -234,7 +234,7 @@ class _Work(_Working):
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan(_Command):
-    """Say what a study costs: its time, memory and disk space, and what each of its figures needs of them."""
+    """Say what a study costs: its time, memory and disk space, and what each of its parts costs."""
 
     workers: int = 2
     """Number of workers that the expected time assumes."""

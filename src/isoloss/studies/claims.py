@@ -60,7 +60,7 @@ RULE = (
     "may be “not shown” because the study could not find any effect.",
     "Manipulation checks, then positive controls, then primary claims are tested first, each by its own p, or by the "
     "largest p of its cases where the claim names no case. A check or control that is not shown ends the sequence, and "
-    "so does a primary claim that is “not shown”: what comes later is not tested.",
+    "so does a primary claim that is “not shown” or “not tested”: what comes later is not tested.",
     "p of all other, secondary tests is adjusted by Holm's method for the number of tests that the study planned, "
     "whatever was measured.",
     "If one of the claims that are tested first is also tested for the absence of an effect, its p and all later p are "
