@@ -514,10 +514,13 @@ def test_at_different_losses_no_model_is_called_more_robust():
     at_ten = dataclasses.replace(comparison, loss_margin=10.0)
     half = times(comparison.models["a"]["int4-rise"], 1e-4 / comparison.models["a"]["int4-rise"].stderr)
     for size, is_small in ((7e-4, True), (9e-4, False)):  # ± 1e-4
-        rises = {"a": dataclasses.replace(half, value=-1.0), "b": dataclasses.replace(half, value=size)}
+        rises = {"a": dataclasses.replace(half, value=-5e-4), "b": dataclasses.replace(half, value=size)}
         known = {model: each | {"int4-rise": rises[model]} for model, each in comparison.models.items()}
         robust = dataclasses.replace(comparison, models=known).answers()[2]
-        assert robust.answer == f"Not judged: {reason}{'; all rises are below 0.001 nats' * is_small}"
+        assert robust.answer == f"Not judged: {reason}{'; all rises are within ± 0.001 nats' * is_small}"
+        robust = dataclasses.replace(at_ten, models=known).answers()[2]
+        told = "No difference that matters: all rises are within ± 0.001 nats"
+        assert (robust.answer == told, robust.holds is None) == (is_small, is_small)
     for place, name in ((2, "int4-rise"), (3, "noise-rise")):
         robust, judged = comparison.answers()[place], at_ten.answers()[place]
         assert (robust.answer, robust.holds) == (f"Not judged: {reason}", None)

@@ -1,6 +1,7 @@
 """The verdict on several models, from estimates with known errors and from models with known relations."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from isoloss.comparison.verdict import TraceComparison, verdict
 from isoloss.errors import IsolossError
 from isoloss.flatness._rescaling.apply import rescaled_at_random
 from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.significance import equivalence
 
 N = 64
 
@@ -221,6 +223,9 @@ def test_losses_that_may_be_the_same_take_more_inputs_and_no_other_checkpoints()
     assert (found.flattest, found.reasons) == (None, ("loss open",))
     assert "The losses are not shown to be within ± 0.01 nats: b minus a is " in str(found)
     assert "Next: take more luck, or ask which is better at a task" in str(found)
+    margin = equivalence(comparison.difference("loss", "b", "a"), 0.01).smallest_margin
+    (said,) = re.findall(r"They are shown to be within ([\d.]+) nats", str(found))
+    assert margin < float(said) <= margin + 0.001
 
 
 def test_a_small_difference_leaves_it_open():

@@ -220,6 +220,8 @@ def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path)
     )
     page = report(folder)[0].read_text()
     assert 'class="banner"' not in page
+    assert ", size d16, adamw with learning rate 0.001, " in page
+    assert "until a KL of 1e-09, at most 2 steps" in page
     assert (
         f"<summary>{summary.missed.line}</summary>\n<p>without: {sentence}.</p>\n<p>{summary.missed.next_step}" in page
     )
@@ -242,6 +244,7 @@ def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path)
         ('"with"', '""', "is called ''"),
         ("config=config", 'config=config, after=("base",)', "the run without comes after 'base', which is not in"),
         ("settings=settings", "steps=(3, 5), settings=settings", "measured at step 5, .* no checkpoint; it keeps 3, 6"),
+        ('name="dropout",', 'name="dropout", lead="It is.",', r"lead .* is one text; give a tuple .* \('It is\.',\)"),
         ('{"without": run(0.0), "with": run(0.1)}', "{}", "the scale tiny of the study dropout has no experiments"),
         ('("loss", "trace")', "()", "the measurement 'measure' has no measures: name at least one"),
     ],

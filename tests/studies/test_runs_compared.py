@@ -10,7 +10,7 @@ from scipy import stats
 
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.lab.languages.config import PCFGConfig
-from isoloss.run_config import ModelConfig, TrainConfig
+from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.significance import equivalence
 from isoloss.studies import Experiment, Measurement, Scale
@@ -213,6 +213,16 @@ def test_the_setup_names_the_runs_and_defines_the_words():
     assert "smaller trace is flatter" in told
     assert "minimum over all rescalings" in told
     assert "majority" not in told
+
+
+def test_the_setup_says_that_optimizers_are_compared_at_one_rate_each():
+    found = results({"a": PLAIN, "b": PLAIN})
+    for rates, told in (((0.01,), True), ((0.01, 0.02), False)):
+        for name, rate in zip([f"b-{seed}" for seed in range(1, 5)], rates * 4, strict=False):
+            config = found.experiments[name].config
+            config = dataclasses.replace(config, optimizer=OptimizerConfig(name="sgd", learning_rate=rate))
+            found.experiments[name] = dataclasses.replace(found.experiments[name], config=config)
+        assert ("the answer may differ: adamw at 0.001, sgd at 0.01." in setup(found)) == told
 
 
 def test_the_setup_has_the_accuracy_of_the_majority_class_where_it_is_known():

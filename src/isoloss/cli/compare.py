@@ -186,7 +186,8 @@ def main(arguments: list[str]) -> int:
             common.print_table("At the same loss", header, rows, left=left)
         if len(compared.models) > 1 and failed is None:
             reasons = () if compared.series else compared.verdict().reasons
-            taken = num_sequences if has_more else None
+            # more than there are would be all
+            taken = min(_MORE * num_sequences, compared.num_held or _MORE * num_sequences) if has_more else None
             common.say_next(_next(args, arguments, list(models.values()), reasons, taken, compared.nearest))
     # last, so that a full disk does not cost the table
     _write(args, compared, common.command("compare", *arguments), more)
@@ -254,7 +255,7 @@ def _next(
         arguments = common.without_option(arguments, option)
     # at other losses, more sequences give no verdict either
     if taken is not None and "loss" not in reasons and not {"open", "loss open", "rare"}.isdisjoint(reasons):
-        commands.append(common.command_with("compare", arguments, "--num-sequences", _MORE * taken))
+        commands.append(common.command_with("compare", arguments, "--num-sequences", taken))
     count = len(args.models)
     first = next((place for place in range(len(arguments)) if arguments[place : place + count] == [*args.models]), None)
     if first is not None and "loss" in reasons and len(models) == 2:

@@ -83,7 +83,7 @@ class _Command:
             told = common.command("show", self.name)
             raise IsolossError(f"{self.name} is a run, not a study: {told} says what it holds")
         from isoloss.studies import load_study
-        from isoloss.studies.folder import StudyFolder
+        from isoloss.studies.folder import StudyFolder, usual_folder
 
         if (Path(self.name) / "study.json").is_file():
             return self._of_folder(Path(self.name))
@@ -93,8 +93,7 @@ class _Command:
             files.require_folder(Path(self.name))
         study = load_study(self.name)
         scale = self.scale or next(iter(study.scales))
-        seeds = f"-seeds-{self.seed_offset}" if self.seed_offset else ""
-        path = self.folder or Path("runs") / f"{study.name}-{scale}{seeds}"
+        path = self.folder or usual_folder(study, scale, self.seed_offset)
         return StudyFolder(study, path, scale, self.seed_offset)
 
     def _of_folder(self, path: Path) -> StudyFolder:

@@ -231,8 +231,7 @@ def _suggest_longer(run: Run, args: Args, arguments: Sequence[str]) -> None:
         common.say("to train again, for twice as many steps, in a new folder")
         common.say("(the default warm-up grows with --steps; --warmup-steps sets it):")
         words = [longer if word == str(args.run) else word for word in arguments]
-        # if an option is given twice, the last one counts
-        common.say("  " + common.command("train", *words, "--steps", 2 * run.config.steps))
+        common.say("  " + common.command_with("train", words, "--steps", 2 * run.config.steps))
     else:
         common.say("to train again, for longer, in a new folder, raise the steps of the stage in a copy of the config")
         common.say("(the default warm-up grows with steps; warmup_steps sets it):")

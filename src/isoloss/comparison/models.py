@@ -182,12 +182,15 @@ class ModelComparison(TraceComparison):
     def nearest(self) -> tuple[str, str, float] | None:
         """The checkpoints of two series with the nearest losses, and a margin in nats within which these are the same.
 
-        None if no two series are compared at the same loss, or only copies.
+        One of the two has the lowest loss of its series, to which the other series comes, too. None if no two series
+        are compared at the same loss, or only copies.
         """
-        margins = {}
+        margins, losses = {}, {model: loss.value for model, loss in self.of("loss").items()}
         for other in (name for name, found in self.pairs_at_same_loss.items() if found):
-            for two in itertools.product(next(iter(self.series.values())).values(), self.series[other].values()):
-                if self.originals[two[0]] != self.originals[two[1]]:
+            both = [list(each.values()) for each in (next(iter(self.series.values())), self.series[other])]
+            last = max((min(each, key=losses.__getitem__) for each in both), key=losses.__getitem__)
+            for two in itertools.product(*both):
+                if last in two and self.originals[two[0]] != self.originals[two[1]]:
                     margins[two] = equivalence(self.difference("loss", *two), self.loss_margin).smallest_margin
         if not margins:
             return None
@@ -297,6 +300,11 @@ class ModelComparison(TraceComparison):
                 texts.append(summary(found, first, other, more))
                 continue
             texts.append(f"The losses of {first} and {other} never overlap, so they have no pair at the same loss.")
+        if any(self.pairs_at_same_loss.values()):
+            texts.append(
+                "One run with each of two settings shows how these runs differ, but says nothing about the settings: "
+                "for that, train each with several seeds (isoloss study)."
+            )
         if any(self.pairs_at_same_loss.values()) and len(self.titles) > len(self.traces) + 1:
             text = "Only traces are compared at the same loss; other measures are at each checkpoint's own loss."
             if self.nearest is not None:
@@ -304,8 +312,8 @@ class ModelComparison(TraceComparison):
                 names, apart = f"{self.short[one]} and {self.short[two]}", number(self.difference("loss", two, one))
                 text += (
                     " To learn which is more robust at 4 bits or to noise, or better at a task, compare two "
-                    f"checkpoints alone. The nearest losses are those of {names}: second minus first is {apart} nats. "
-                    f"If that is near enough for you, let losses within {margin:g} nats count as the same."
+                    f"checkpoints alone. At the lowest loss that both reach, the nearest are {names}: second minus "
+                    f"first is {apart} nats, the same within {margin:g} nats. Is that near enough for you?"
                 )
             texts.append(text)
         return texts
@@ -360,6 +368,10 @@ class ModelComparison(TraceComparison):
             return Answer(question=question, answer=answer, detail="", holds=None)
         best = self._best(name, question, largest=False)
         same = self._same_loss().holds
+        is_small = all(max(map(abs, rise.ci95)) < _MILLI for rise in self.of(name).values())
+        if same and is_small:
+            answer = f"No difference that matters: all rises are within ± {_MILLI:g} nats"
+            return dataclasses.replace(best, answer=answer, holds=None)
         if same:
             return best
         # a smaller rise is no advantage at a larger loss
@@ -369,8 +381,8 @@ class ModelComparison(TraceComparison):
             found = self.of("int4-loss")
             losses = [f"{self.short[model]} {number(loss)}" for model, loss in found.items()]
             detail = f"losses with 4-bit weights: {', '.join(losses)}; rises: {best.detail}"
-        if all(rise.ci95[1] < _MILLI for rise in self.of(name).values()):
-            answer += f"; all rises are below {_MILLI:g} nats"
+        if is_small:
+            answer += f"; all rises are within ± {_MILLI:g} nats"
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
 
     def _rounded(self) -> dict[str, tuple[int, int]]:

@@ -454,7 +454,11 @@ def _reasons(
         ]
         found = "The losses differ by more than" if differ else "The losses are not shown to be within ±"
         ends = f"of {len(apart)} models, at the ends " * (len(shown) < len(apart))
-        yield "loss" if differ else "loss open", f"{found} {loss_margin:g} nats: {ends}{listed(losses)} nats."
+        widest = max(equivalence(each, loss_margin).smallest_margin for each in differences.values())
+        # the next thousandth, as above the margin itself
+        would = f" They are shown to be within {(math.floor(1000 * widest) + 1) / 1000:g} nats."
+        would *= not differ and math.isfinite(widest)
+        yield "loss" if differ else "loss open", f"{found} {loss_margin:g} nats: {ends}{listed(losses)} nats.{would}"
 
 
 def _conventions(least: Estimate) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.external import ExternalCheckpoint
 from isoloss.report.html import Card, IntervalRow, Tone
+from isoloss.run_config import TrainConfig
 from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate, interval, number, rounded
 from isoloss.statistics.significance import LOSS_MARGIN, Equivalence, all_within, p_value
@@ -427,7 +428,7 @@ def setup(results: Results) -> str:
     listed = " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
     on = {e.config.measured_on for e in results.experiments.values() if isinstance(e.config, ExternalCheckpoint)}
     where = f"measured on {' and '.join(sorted(on))}" if on else "at the end of training"
-    words, keys = [f"{listed}, {where}."], results.keys
+    words, keys = [f"{listed}, {where}.", *_one_rate_each(results)], results.keys
     if "kl" in keys:
         words.append("The KL to the truth is the loss above its smallest possible value.")
     if "trace" in keys:
@@ -444,6 +445,21 @@ def setup(results: Results) -> str:
         if rates := list(filter(None, (_majority(results, key) for key in probes))):
             words.append(f"The majority class alone has an accuracy of {', '.join(rates)}.")
     return " ".join(words)
+
+
+def _one_rate_each(results: Results) -> list[str]:
+    """Return, of several optimizers with one learning rate each, that they are compared at these rates."""
+    rates: dict[str, set[float]] = {}
+    of_runs = set()
+    for config in (each.config for each in results.experiments.values() if isinstance(each.config, TrainConfig)):
+        optimizers = [stage.optimizer or config.optimizer for stage in config.stages] or [config.optimizer]
+        of_runs.add(tuple(optimizer.name for optimizer in optimizers))
+        for optimizer in optimizers:
+            rates.setdefault(optimizer.name, set()).add(optimizer.learning_rate)
+    if len(of_runs) < 2 or len(rates) < 2 or any(len(several) > 1 for several in rates.values()):
+        return []
+    listed = ", ".join(f"{name} at {rate:g}" for name, (rate,) in rates.items())
+    return [f"Each optimizer has one learning rate, and at other rates the answer may differ: {listed}."]
 
 
 def _majority(results: Results, key: str) -> str:

@@ -39,6 +39,11 @@ _NOT_THE_PLAN = ("needs", "expected")  # fields of a measurement that do not dec
 _MAX_NAMED = 4  # of the arms with runs that missed a target
 
 
+def usual_folder(study: Study, scale: str, seed_offset: int) -> Path:
+    """Return where a study is carried out if no folder is named."""
+    return Path("runs") / f"{study.name}-{scale}{f'-seeds-{seed_offset}' if seed_offset else ''}"
+
+
 class StudyFolder:
     """A study at one scale, in a folder.
 
@@ -63,10 +68,13 @@ class StudyFolder:
         offset = ("--seed-offset", str(self.seed_offset)) if self.seed_offset else ()
         return "--scale", self.scale_name, *offset
 
-    @property
-    def command(self) -> str:
-        """The command that runs the study in its usual folder."""
-        return shlex.join(["isoloss", "study", "run", self.study.file or self.study.name, *self.options])
+    def command(self, suffix: str = "") -> str:
+        """Return the command that runs the study in this folder, or in one whose name ends in a suffix."""
+        # no file names a path of this machine
+        path = f"{self.path.name if self.path.is_absolute() else self.path}{suffix}"
+        is_usual = Path(path).name == usual_folder(self.study, self.scale_name, self.seed_offset).name
+        folder = () if is_usual else ("--folder", path)
+        return shlex.join(["isoloss", "study", "run", self.study.file or self.study.name, *self.options, *folder])
 
     # --- the files of the plan
 
@@ -390,14 +398,12 @@ class StudyFolder:
         by_arm = Counter(results.experiments[name].group or name for name in missed).most_common()
         named = ", ".join(f"{count} of {arm}" for arm, count in by_arm[:_MAX_NAMED])
         more = sum(count for _, count in by_arm[_MAX_NAMED:])
-        # no file names a path of this machine
-        folder = self.path.name if self.path.is_absolute() else self.path
         return MissedTargets(
             line=f"{len(missed)} of {len(results.experiments)} runs missed a target: {named}"
             + (f", {more} of other arms" if more else ""),
             runs=missed,
             next_step="To train all runs again, for longer, raise the steps of these stages in the study (the default "
-            f"warm-up grows with steps; warmup_steps sets it), and run {self.command} --folder {folder}-longer"
+            f"warm-up grows with steps; warmup_steps sets it), and run {self.command('-longer')}"
             if self.has_verdicts
             else "",
         )

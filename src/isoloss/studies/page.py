@@ -20,6 +20,7 @@ from isoloss.report.html import Section, interval_rows
 from isoloss.report.html import table as html_table
 from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
+from isoloss.run_config import StageConfig, TrainConfig
 from isoloss.studies.answer import Comparison, claim_rows, detail, format_difference, setup, title_of
 from isoloss.studies.claims import CONTROL_SHOWN, RULE, ClaimResult, Verdict, gates
 from isoloss.studies.folder import StudyFolder
@@ -28,6 +29,8 @@ from isoloss.studies.study import PageParts
 from isoloss.studies.summary import VERDICT, MissedTargets, Summary, SummaryTable, claim_table, explanations
 
 _BREAK = Markup("<br>")
+_MAX_TRAININGS = 8  # ways of training in one list; of more, each run's config says its own
+_OF_TARGET = {"kl": "KL", "loss": "loss"}
 _MAX_TOLD = 3  # texts of what was compared that stand beside the claims
 
 
@@ -93,7 +96,7 @@ def write(
             name: configs.to_toml(without_folders(configs.to_dict(one.config)))
             for name, one in results.experiments.items()
         },
-        command=folder.command,
+        command=folder.command(),
         settings=_made(folder, results, parts.settings, summary),
     )
     files.write_text(path, document)
@@ -253,6 +256,26 @@ def _having(results: Results, key: str) -> list[CheckpointEstimate]:
     return [each[key] for each in results.checkpoints.values() if key in each]
 
 
+def _trainings(results: Results) -> list[str]:
+    """Return each way in which models were trained: group, size, optimizers with their rates, and how far."""
+    found: dict[str, None] = {}
+    for name, experiment in results.experiments.items():
+        config = experiment.config
+        if not isinstance(config, TrainConfig):
+            continue
+        parts = [experiment.group or name, f"size {config.model.size}"]
+        for stage in config.stages or (StageConfig(steps=config.steps),):
+            optimizer = stage.optimizer or config.optimizer
+            target = f"until a {_OF_TARGET[stage.target[0]]} of {stage.target[1]:g}, at most " if stage.target else ""
+            batch = stage.batch_size or config.batch_size
+            parts.append(
+                f"{optimizer.name} with learning rate {optimizer.learning_rate:g}, {batch} sentences a step, "
+                f"{target}{stage.steps:,} steps"
+            )
+        found[", ".join(parts)] = None
+    return list(found)
+
+
 def _made(folder: StudyFolder, results: Results, own: Mapping[str, str], summary: Summary) -> dict[str, str]:
     """Return how a study was made, by name; `own` are the settings that the study itself names."""
     languages, external = dict[str, None](), list[str]()
@@ -266,6 +289,8 @@ def _made(folder: StudyFolder, results: Results, own: Mapping[str, str], summary
             languages[words(config.language)] = None
     made = {"Scale": f"{folder.scale_name} ({folder.scale.description})"}
     made |= {"Language": "; ".join(languages)} if languages else {}
+    trained = _trainings(results)
+    made |= {"Training": "; ".join(trained)} if len(trained) <= _MAX_TRAININGS else {}
     made |= {"External checkpoints": "; ".join(external)} if external else {}
     made |= own
     if folder.seed_offset:

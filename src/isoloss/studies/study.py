@@ -61,8 +61,8 @@ class Study:
         name: What the command line and the page call it.
         scales: Its scales by name; the first is the default.
         title: The page's heading, a question; empty: the name.
-        lead: What the study is about, a paragraph each. The first one opens the page: a sentence that defines every
-            word that the title and the answer use.
+        lead: What the study is about, a paragraph each. The first one opens the page in the place of a paragraph on
+            what was measured: a sentence that defines every word that the title and the answer use.
         claims: What it claims, fixed before the runs.
         loss_margin: Equivalence margin of the mean difference in loss between two models, in nats.
         verdicts_at: The scales at which verdicts are given; empty: all.
@@ -88,7 +88,7 @@ class Study:
     name: str
     scales: Mapping[str, AnyScale]
     title: str = ""
-    lead: tuple[str, ...] = ()
+    lead: Sequence[str] = ()
     claims: Sequence[Claim] = ()
     loss_margin: float = LOSS_MARGIN
     verdicts_at: Sequence[str] = ()
@@ -107,6 +107,10 @@ class Study:
                     f"{name} of the study {self.name} is of type {type(value).__name__}; it must be a function "
                     "(isoloss.studies.Study says of what) or None"
                 )
+        if isinstance(self.lead, str):
+            raise IsolossError(
+                f"lead of the study {self.name} is one text; give a tuple of paragraphs, ({self.lead!r},)"
+            )
         if isinstance(self.claims, str | Path):
             raise IsolossError(
                 f"claims of the study {self.name} is a file, {self.claims}: state them in the study, each as an "

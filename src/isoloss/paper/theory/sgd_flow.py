@@ -169,7 +169,8 @@ class Minimizers:
             # from a random start the first step may be longer than 1, farther than the linear model holds
             theta = theta - step / max(1.0, float(step.norm()))
         raise IsolossError(
-            f"{self.model.name}: Gauss-Newton steps lead to no minimizer; the error is {errors.norm():.1e}"
+            f"{self.model.name}: Gauss-Newton steps lead to no minimizer; the error is {errors.norm():.1e}. Can the "
+            "model predict these conditionals exactly, not only to a few digits? If so, try another start"
         )
 
     @property
@@ -357,7 +358,8 @@ class LogProbsModel:
         if fall <= FLAT * trace:
             raise IsolossError(
                 f"{self.name}: the flow rests at the start, where a unit of time takes {fall:.1e} off a trace of "
-                f"{trace:.3g} {self.unit}: start at another minimizer"
+                f"{trace:.3g} {self.unit}: start at another minimizer, or take a model whose minimizers differ in "
+                "their trace (those of a single linear map do not)"
             )
         # with B = 1 about a fifth of the trace is gone by the first time
         times = tuple(multiple * trace / fall for multiple in (1.0, 2.0))
