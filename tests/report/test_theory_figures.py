@@ -43,7 +43,7 @@ def test_sgd_beside_the_flow(tmp_path):
         rows = [row for row in result.rows if row.batch_size == 2 and row.step_size == eta]
         assert xy(left["points"]["B = 2"]) == [[row.time, row.trace.value] for row in rows]
         assert left["curves"]["B = 1"][-1]["y"] == pytest.approx(settings.flow_trace(1.0, 1))
-        assert [row["y"] for row in left["points"]["no label noise, back from off the minimizers"]] == list(
+        assert [row["y"] for row in left["points"]["no label noise, after its return to the minimizers"]] == list(
             result.control
         )
         limit = xy(right["points"]["η to 0"])

@@ -1,5 +1,6 @@
 """What a study says to a file of claims: corrected p-values, the gate, power, and what is given beside the verdict."""
 
+import dataclasses
 import json
 import math
 
@@ -18,6 +19,7 @@ from isoloss.studies.answer import card_of, claim_rows
 from isoloss.studies.claims import Answer, ClaimResult, Verdict, p_value
 from isoloss.studies.summary import Family, Summary, claim_table, explanations
 
+SCALE = "where these disagree, the scale of the weights may decide the trace"
 GRAMMARS = [f"g{i // 2}" for i in range(12)]
 NOISE = np.random.default_rng(0).normal(size=(4, 12))
 # clear, fair, none at all, clear the other way
@@ -140,12 +142,14 @@ def test_a_claim_is_affirmed_by_all_its_cases_only():
     assert [each.verdict for each in mixed.answers] == [Verdict.SHOWN, Verdict.CONTRADICTED]
     card = card_of("Does it?", mixed)
     assert (card.value, card.tone) == ("1 of 2 cases shown", "unclear")
-    assert card.detail.endswith("; 1 more case below: contradicted")
+    assert card.detail.endswith("; b: contradicted")
+    flatness = dataclasses.replace(mixed, claim=dataclasses.replace(mixed.claim, measures="flatness"))
+    assert card_of("Is it?", flatness).detail.endswith("; b: contradicted; " + SCALE)
     # one case decides a primary claim, and what speaks against it stands beside it
     first = claim(0, measures={"a": "m0", "b": "m1"}, role="primary", case="a")
     card = card_of("Does it?", *results_of([first], contrast(moves, 0, clusters=GRAMMARS)))
     assert card.value.startswith("Yes: +")
-    assert card.detail.endswith("; 1 more case below: contradicted")
+    assert card.detail.endswith("; b: contradicted")
 
 
 def test_the_adjusted_difference_is_beside_the_verdict_and_does_not_make_it():

@@ -224,7 +224,7 @@ def _say_conditionals(conditionals: list[dict[str, Any]], words: list[str]) -> N
     for one in conditionals:
         shown = [MASKED if position == one["position"] else word for position, word in enumerate(words)]
         likeliest = ", ".join(map(_with_probability, one["likeliest"]))
-        common.say(f"    {' '.join(shown)}\n        {likeliest}; it was {_with_probability(one['masked'])}")
+        common.say(f"    {' '.join(shown)}\n        {likeliest}; the true one: {_with_probability(one['masked'])}")
 
 
 def _with_probability(row: dict[str, Any]) -> str:

@@ -279,7 +279,7 @@ def _train(run: Run, config: TrainConfig) -> None:
     if config.compiled and not run.complete:
         from isoloss.lab.models.compiled_bert import compile_step
 
-        compile_step(lambda: common.note("compiling the training step: about 15 seconds, once on this machine"))
+        compile_step(lambda: common.note("compiling the training step, once: about 15 seconds, or more"))
     language = None if run.complete else _language(config.language.within(run.path))
     with common.Progress(f"training {run.name}", config.steps, "steps") as progress:
 

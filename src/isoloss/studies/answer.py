@@ -96,12 +96,12 @@ def card_of(label: str, result: ClaimResult) -> Card:
     if answer.difference is None:
         return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
     others, same_loss = [each for each in result.answers if each is not answer], _gate(answer)
-    effect = format_difference(answer.difference)
+    effect, mixed = format_difference(answer.difference), not gate and len({a.verdict for a in result.answers}) > 1
     words = [f"{_title(answer, result.claim)}: {detail(answer.difference)}"]
     if answer.verdict is Verdict.NOT_TESTED and same_loss is not None and not same_loss.shown:
         value = "Not tested: the losses may differ"
         words = [f"by {format_difference(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
-    elif not gate and len({each.verdict for each in result.answers}) > 1:
+    elif mixed:
         shown = sum(each.verdict is Verdict.SHOWN for each in result.answers)
         value, tone = f"{shown} of {len(result.answers)} cases shown", "unclear"
         words = [f"{_title(answer, result.claim)}: {effect} ({detail(answer.difference)}), {result.words(answer)}"]
@@ -118,10 +118,14 @@ def card_of(label: str, result: ClaimResult) -> Card:
             words.append(answer.positive_control)
     if same_loss is not None and same_loss.shown:
         words.append(f"loss: {format_difference(same_loss.difference)}, {_within(same_loss)}")
-    if others:
+    if len(others) == 1:
+        words.append(f"{_title(others[0], result.claim)}: {result.words(others[0])}")
+    elif others:
         verdicts = Counter(each.verdict.value for each in others)
         counts = ", ".join(verdicts if len(verdicts) == 1 else (f"{n} {verdict}" for verdict, n in verdicts.items()))
-        words.append(f"{len(others)} more case{'s' * (len(others) > 1)} below: {counts}")
+        words.append(f"{len(others)} more cases below: {counts}")
+    if mixed and result.claim.measures == "flatness":
+        words.append("where these disagree, the scale of the weights may decide the trace")
     return Card(label=label, value=value, detail="; ".join(words), tone=tone)
 
 

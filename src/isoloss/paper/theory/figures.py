@@ -73,7 +73,7 @@ def _traces(settings: Settings, result: Result) -> Panel:
         series.append(_points(f"B = {size}", index, points, marked=False, curve=curve))
     control = list(zip((0.0, *settings.times), result.control, strict=True))
     series.append(
-        Series(name="no label noise, back from off the minimizers", color=INK, points=control, marker="cross")
+        Series(name="no label noise, after its return to the minimizers", color=INK, points=control, marker="cross")
     )
     return Panel(
         x=_TIME,

@@ -654,7 +654,7 @@ def judge(
     coefficients = {row.batch_size: row.coefficient for row in limits}
 
     errors = [math.sqrt(math.fsum(row.error**2 for row in some) / len(some)) for some in by_step]
-    limit_errors = ", ".join(f"{row.error_percent} at K = {row.time:g}" for row in at_zero)
+    limit_errors = ", ".join(f"{row.error_percent} at K = {row.time:.3g}" for row in at_zero)
     distances, limit = [row.distance for row in last], at_zero[-1].distance
     fall = start - last[-1].trace.value
     drift = max(abs(trace - control[0]) for trace in control) / abs(fall)
@@ -679,7 +679,8 @@ def judge(
         judged(
             f"the coefficient of the flow that SGD follows is -{coefficient:g} / B.",
             f"B = {least}: {_minus(coefficients[least])} times 1 / B, extrapolated to eta = 0; {ERRORS:g} "
-            f"standard errors allowed, the error at most {100 * PRECISION:g} %",
+            f"standard errors allowed, the error at most {100 * PRECISION:g} %; contradicted if off by more than "
+            f"{100 * ERRORS * PRECISION:g} % and {ERRORS:g} standard errors together",
             coefficients_needed[:1],
             shown=_is_near(coefficients[least], coefficient),
             contradicted=is_far(coefficients[least], coefficient),
@@ -697,7 +698,7 @@ def judge(
         judged(
             "not only the trace: SGD's parameters themselves become those of the flow.",
             f"mean squared distance over the squared distance of the flow from the start, at K = "
-            f"{last[-1].time:g}: {_over_steps([rounded(each.value, each.stderr) for each in distances], etas)}; "
+            f"{last[-1].time:.3g}: {_over_steps([rounded(each.value, each.stderr) for each in distances], etas)}; "
             f"extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; it must fall faster than the root of the "
             f"step size, and be within {ERRORS:g} standard errors of 0 there",
             [(distances[-1].stderr, ratio * distances[0].value)],
@@ -731,8 +732,9 @@ def _statement(
     factor = max([(error / allowed) ** 2 for error, allowed in needed], default=0.0)
     if needed and not (shown or contradicted or settled):
         evidence += (
-            "; the error of the trace does not fall with the step size, which more trajectories do not change. Where "
-            "the Hessian has a small eigenvalue, SGD settles late: try smaller step sizes or another start"
+            "; the error of the trace does not fall with the step size, which more trajectories do not change. Along "
+            "an eigenvalue h of the Hessian at the start, SGD settles at about K = eta / h: if that is late for the "
+            "least h above 0, try another start or smaller step sizes"
         )
     elif not (shown or contradicted) and factor > 1:
         wanted = float(f"{trajectories * factor:.2g}")
