@@ -23,7 +23,7 @@ USERS := all,eval,hdf5,notebook,ray,slurm,tensorboard
 help:
 	@echo "make install   isoloss and what it needs, into .venv"
 	@echo "make demo      two small studies of flatness and transfer, and two models with the same loss compared: five minutes on two cores"
-	@echo "make real      SmolLM2-135M and four copies of it compared: about seven minutes on two cores, 4.3 GB of memory, 2.7 GB of disk"
+	@echo "make real      SmolLM2-135M and four copies of it compared: about eight minutes on two cores, 4.3 GB of memory, 2.7 GB of disk"
 	@echo "make study     the study same-loss at laptop scale: about twenty minutes on two cores, a first page after six"
 	@echo "make test      the test suite"
 	@echo "make test-all  the test suite with the slow tests"

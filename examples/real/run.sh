@@ -1,6 +1,6 @@
 #!/bin/sh
 # Which of four copies of a real model compute the same function, which are flatter, which lose less at 4 bits and under noise?
-# About seven minutes on two cores (about 660 seconds of processor time), with 4.3 GB of memory and 2.7 GB of disk. Stop it at
+# About eight minutes on two cores (600 to 800 seconds of processor time), with 4.3 GB of memory and 2.7 GB of disk. Stop it at
 # any moment; the same command goes on.
 set -eu
 copies=$(cd "$(dirname "$0")" && pwd)/copies.py
