@@ -374,5 +374,5 @@ def test_bad_input_names_the_model():
         for parameter in constant.parameters():
             parameter.zero_()
         constant.cls.predictions.bias[0] = 1e4  # certain of one token: no gradient at all
-    with pytest.raises(IsolossError, match="a: the trace is 0, which has no ratio"):
+    with pytest.raises(IsolossError, match="a: the trace is 0, which has no ratio to another: all gradients are 0"):
         compare({"a": constant}, inputs(8))

@@ -372,7 +372,9 @@ class _Shared:
 
 def _above_zero(trace: Estimate) -> Estimate:
     if trace.value <= 0:
-        raise IsolossError(f"the trace is {trace.value:.3g}, which has no ratio to another; take more inputs")
+        # as of weights that are all 0, or of a model that is certain of every token
+        helps = "take more inputs" if trace.value else "all gradients are 0"
+        raise IsolossError(f"the trace is {trace.value:.3g}, which has no ratio to another: {helps}")
     return trace
 
 
