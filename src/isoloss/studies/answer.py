@@ -481,6 +481,6 @@ def below_majority(results: Results) -> list[str]:
         if below := sum(probe.value < probe.details.get("majority_rate", 0) for probe in probes):
             found.append(
                 f"{below} of {len(probes)} probes of {key.removeprefix('probe-')} are less accurate than always "
-                "guessing the most common class, so this task can show little."
+                "guessing the most common class. Where many are, a task can show little."
             )
     return found
