@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import datasets
@@ -411,6 +412,16 @@ def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):
     monkeypatch.setattr(ClusteredRatio, "leading", 0.92)
     assert "one of the sequences makes up 92 % of the squared error" in call(capsys, *words).out
     assert "squared error" not in call(capsys, *words[:-1], 31).out  # of so few, one may
+
+
+def test_the_document_that_decides_the_error_is_named(capsys, reader, tmp_path):
+    texts = [" ".join(np.random.default_rng(i).choice(COMMON, 20)) for i in range(40)]
+    texts[22] = " ".join(["the"] * 400)
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = (reader, "--data", tmp_path / "text.jsonl", "--length", "10")
+    for early in ((), ("--rtol", "1e-6")):  # in the order of the text, and in random order
+        out = " ".join(call(capsys, *words, *early).out.split())
+        assert re.search(r'one of the documents \([^,]*text\.jsonl:23, "the the [^"]*"\) makes up', out)
 
 
 def test_shares_by_layer_add_up(capsys, folder):

@@ -300,7 +300,7 @@ def _remarks(args: Any, estimate: Estimate, inputs: Any) -> Iterator[str]:
         share = _percent(estimate.stderr / estimate.value) if estimate.value > 0 else ""
         relative = f"; the error is {share} of the value" * bool(share)
         yield f"95 % interval {interval(estimate)}{relative}, over {samples_of(estimate)}"
-    if warning := _rarity(estimate):
+    if warning := _rarity(estimate, inputs):
         yield f"{warning}; it takes {_what_helps(args, inputs, estimate)}"
     if "majority_rate" in details:
         yield accuracy_bounds(details)
@@ -339,9 +339,12 @@ def _remarks(args: Any, estimate: Estimate, inputs: Any) -> Iterator[str]:
         yield f"the error is above --rtol {args.rtol:g}: it takes {_what_helps(args, inputs, estimate)}"
 
 
-def _rarity(estimate: Estimate) -> str:
+def _rarity(estimate: Estimate, inputs: Any) -> str:
     """Return a warning where few inputs make up much of the error, else nothing."""
-    return rarity({"": estimate}) if "leading_cluster" in estimate.details else ""
+    if "leading_cluster" not in estimate.details:
+        return ""
+    is_of_documents = inputs is not None and estimate.details["clusters"] == "documents"
+    return rarity({"": estimate}, inputs.document_names if is_of_documents else ())
 
 
 def _missed(args: Any, estimate: Estimate) -> float:
@@ -356,7 +359,7 @@ def _next(args: Any, arguments: list[str], evaluations: Evaluations, inputs: Any
     if inputs is None:
         return
     estimates = [estimate for evaluation in evaluations for estimate in evaluation.estimates.values()]
-    for estimate in [one for one in estimates if _missed(args, one) > 1 or _rarity(one)][:1]:
+    for estimate in [one for one in estimates if _missed(args, one) > 1 or _rarity(one, inputs)][:1]:
         words, missed = _what_helps(args, inputs, estimate), _missed(args, estimate)
         now = {"--num-probes": estimate.num_probes, "--seconds": args.seconds, "--num-sequences": inputs.num_sequences}
         option = next((option for option in now if option in words), None)

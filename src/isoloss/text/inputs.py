@@ -96,6 +96,14 @@ class Inputs:
             return False
         return set(held.tolist()) == {int(each) for batch in self.batches for each in batch["documents"]}
 
+    @property
+    def document_names(self) -> tuple[str, ...]:
+        """Where each document is and how it begins, in the order of errors: as documents appear in the batches."""
+        if not self.documents or "documents" not in self.batches[0]:
+            return ()
+        numbers = dict.fromkeys(int(each) for batch in self.batches for each in batch["documents"])
+        return tuple(self.documents[each] for each in numbers)
+
     def shuffled(self, seed: int) -> Inputs:
         """Return the same sequences in random order, the sequences of a document together.
 

@@ -216,11 +216,10 @@ def compare(
         fields = {field.name: getattr(compared, field.name) for field in dataclasses.fields(TraceComparison)}
         if read is not None and read.bytes_per_token:
             fields["models"] = _with_bits_per_byte(compared.models, read.bytes_per_token)
-        if read is not None and read.documents and "documents" in read.batches[0]:
-            # errors number documents as they appear
-            numbers = dict.fromkeys(int(each) for batch in read.batches for each in batch["documents"])
-            fields["documents"] = tuple(read.documents[each] for each in numbers)
-        about: dict[str, Any] = {} if read is None else {"inputs": read.description, "num_held": read.num_held}
+        about: dict[str, Any] = {}
+        if read is not None:
+            fields["documents"] = read.document_names
+            about = {"inputs": read.description, "num_held": read.num_held}
         return ModelComparison(**fields, **about, loss_margin=loss_margin, min_ratio=min_ratio, measures=tuple(others))
 
     try:
