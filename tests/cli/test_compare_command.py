@@ -6,7 +6,9 @@ import math
 import re
 import shlex
 import shutil
+from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 import speaking
@@ -229,6 +231,23 @@ def test_what_there_is_more_of_is_said(capsys):
     assert "take a smaller --rtol, or" in " ".join(out.split())
 
 
+def test_documents_are_what_there_must_be_more_of_where_one_decides_the_error(capsys):
+    words = np.random.default_rng(0).choice(small.WORDS, (40, 24))
+    texts = [" ".join(row) for row in words]
+    texts[22] = " ".join(["the"] * 600)
+    Path("rare.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    scaled = GPT2LMHeadModel.from_pretrained("a")
+    with torch.no_grad():
+        scaled.transformer.wte.weight.mul_(1.5)
+    shutil.copytree("a", "scaled")
+    scaled.save_pretrained("scaled")
+    how = ("--data", "rare.jsonl", *DATA[2:], "--num-sequences", "120", "--loss-margin", "30")
+    out = " ".join(call(capsys, "a", "scaled", *how)[0].split())
+    assert "Without it" in out
+    assert "Next: take more documents in --data (nearly all of its documents are used), or" in out
+    assert "--num-sequences 1" not in out.replace("--num-sequences 120", "")
+
+
 def test_the_same_weights_and_other_architectures_have_no_flattest(capsys):
     shutil.copytree("a", "copy")
     out, _ = call(capsys, "a", "copy", *DATA)
@@ -263,5 +282,8 @@ def test_series_end_with_the_checkpoints_of_the_nearest_losses(capsys):
     assert "one between steps 1 and 6  other at step 4  one " in out
     (two,) = (shlex.split(line) for line in out.splitlines() if line.startswith("  isoloss "))
     assert two[2:-2] == ["one/checkpoint-1", "other/checkpoint-2", *DATA, "--num-sequences=40"]
+    few, _ = call(capsys, "one", "other/*", *DATA, "--num-sequences=4")
+    more = next(line for line in few.splitlines() if line.startswith("  isoloss "))
+    assert shlex.split(more)[2:] == ["one", "other/*", *DATA, "--num-sequences", "16"]
     out, _ = call(capsys, *two[2:])
     assert "More robust at 4 bits? one/checkpoint-1, whose loss rises less" in out

@@ -305,7 +305,7 @@ LATE = {
         "--output text.txt/below": "cannot write in text.txt/below: Not a directory",
         "--csv a/model.safetensors": "--csv is a/model.safetensors, which is read as an input: name another file",
         "--data text.jsonl --html text.jsonl": "--html is text.jsonl, which is read as an input",
-        "--task sst2 --task-data sst2=labels --csv labels/dev.csv": "--csv is labels/dev.csv, which is read as an inp",
+        "--task sst2=labels --csv labels/dev.csv": "--csv is labels/dev.csv, which is read as an inp",
         "--html z --csv ./z": "--html and --csv are the same file, z: give each its own",
         "--same-loss-nats 0": "--same-loss-nats is now called --loss-margin;",
         "--loss-margin 0": "--loss-margin is 0.0; it must be finite and above 0",

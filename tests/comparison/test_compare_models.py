@@ -293,7 +293,7 @@ def test_other_special_tokens_and_none_at_all_do_not_matter(folder, unlike, text
 def test_the_accuracy_of_a_task_is_the_probe_of_evaluate_and_paired_by_example(folder, text, tmp_path):
     names, where = [str(folder / name) for name in "ab"], (f"sst2={folder / 'sst2'}",)
     about = {"data": text, "inputs": HOW, "device": "cpu"}
-    comparison = compare(names, tasks=["sst2"], task_data=where, num_sequences=30, robustness=False, **about)
+    comparison = compare(names, tasks=where, num_sequences=30, robustness=False, **about)
     settings = {"probe_solver": "convex", "probe_pooling": "last", "task_data": where}
     expected = evaluate(names, ["probe-sst2"], settings=settings, output=tmp_path, **about)
     frame = expected.to_pandas()
@@ -413,14 +413,14 @@ def test_a_wrong_task_is_refused_before_anything_is_measured(folder, text, tmp_p
 
 def test_examples_of_several_tasks_do_not_mix(folder, text, reviews):
     names, where = [str(folder / name) for name in "ab"], (f"sst2={folder / 'sst2'}", f"mine={reviews / 'one.tsv'}")
-    found = compare(names, data=text, tasks=["mine", "sst2"], task_data=where, **LITTLE)
+    found = compare(names, data=text, tasks=where, **LITTLE)
     assert [found.models[names[0]][f"probe-{task}"].samples for task in ("mine", "sst2")] == [12, 30]
     with pytest.raises(IsolossError, match="the task sst2 is named twice"):
         compare(names, data=text, tasks=["sst2", f"sst2={folder / 'sst2'}"])
     with pytest.raises(IsolossError, match="probe_pooling is 'max'; it must be one of"):
         compare(names, data=text, tasks=["sst2"], pooling="max")
     with pytest.raises(IsolossError, match="the first token of a causal model has seen no other"):
-        compare(names, data=text, tasks=["sst2"], task_data=where[:1], pooling="first")
+        compare(names, data=text, tasks=where[:1], pooling="first")
 
 
 @pytest.fixture(scope="module")
@@ -492,7 +492,7 @@ def test_ctrl_c_leaves_the_others_measured():
         compare(models, batches(), loss_margin=10.0, robustness=False)
     assert list(stop.value.complete.models) == ["a", "b"]
     same_loss, *_ = stop.value.complete.answers()
-    assert same_loss.answer == "Yes, within ± 10 nats"
+    assert same_loss.answer.startswith("Yes, within ± 10 nats")
 
 
 def test_differences_are_in_the_order_of_the_table_whichever_model_is_better():

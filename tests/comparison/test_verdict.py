@@ -104,6 +104,19 @@ def with_more(known, key, of):
     return ModelComparison(models=found, weights=known.weights, architectures=known.architectures)
 
 
+def test_a_margin_that_was_set_and_the_interval_of_its_test_are_said():
+    known = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.0, "2")})
+    apart = with_more(known, "loss", {"a": (2.0, 0.001), "b": (2.0076, 0.001)})
+    same_loss, *_ = apart.answers()
+    ends = equivalence(apart.difference("loss", "b", "a"), 0.01).interval
+    assert ends[1] < 0.01 < apart.difference("loss", "b", "a").ci95[1]
+    assert same_loss.answer == "Yes, within ± 0.01 nats"
+    assert same_loss.detail.endswith(f"takes the 90 % interval, {ends[0]:.4f} to {ends[1]:.4f}")
+    wider = dataclasses.replace(apart, loss_margin=0.02).answers()[0]
+    assert wider.answer == "Yes, within ± 0.02 nats (the margin that was set; the default is 0.01)"
+    assert "90 %" not in wider.detail
+
+
 def test_a_loss_that_surely_differs_is_no_less_so_beside_a_larger_uncertain_difference():
     known = compared({"a": (5, 3, 2.0, "1"), "b": (6, 4, 2.03, "2"), "c": (7, 5, 2.04, "3")})
     wide = with_more(known, "loss", {"a": (2.0, 0.001), "b": (2.03, 0.001), "c": (2.04, 0.1)})
@@ -150,6 +163,32 @@ def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict(other):
         assert judged.texts()[-1].endswith(
             " The verdict rests on their differences, in whose errors no input counts for so much."
         ) == (name == "b")
+
+
+@pytest.mark.parametrize(
+    ("other", "large", "said"),
+    [
+        (7, [40], "Without it, a is flatter: b's trace is 1.6"),  # 7 / (5 - 40 / 63), and 1.4 with it
+        (7, [40, 13], "Without it and 1 more like it (document 8), a is flatter: b's trace is "),
+        (7, [30, 16, 8], "Without it and 2 more like it (document 8), (document 9), a is flatter: b's trace is "),
+        (7, [36, 20, 12, 8], "Without it and 2 more like it, yet another one makes up much of an error."),
+        (5.4, [-10], "Without it, there is no verdict either: the traces are too close to each other."),
+    ],
+)
+def test_what_the_verdict_would_be_without_the_inputs_that_decide_an_error_is_said(other, large, said):
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (other, 4, 2.0, "2")})
+    trace = comparison.models["a"]["trace"]
+    influence = 0.3 * trace.influence
+    influence[7 : 7 + len(large)] = large
+    of_a = comparison.models["a"] | {"trace": dataclasses.replace(trace, influence=influence)}
+    comparison = dataclasses.replace(
+        comparison,
+        models=comparison.models | {"a": of_a},
+        documents=tuple(f"document {i}" for i in range(N)),
+    )
+    found = comparison.verdict()
+    assert (found.flattest, found.reasons) == (None, ("rare",))
+    assert f"with so few like it, the error is unreliable. {said}" in str(found)
 
 
 def test_a_difference_that_is_sure_but_small_gives_no_verdict():

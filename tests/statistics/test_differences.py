@@ -14,6 +14,7 @@ from isoloss.statistics.comparison import (
     paired_log_ratio,
     probabilities_of_smallest,
     probability_above_zero,
+    without_sample,
 )
 from isoloss.statistics.estimate import Estimate
 from isoloss.statistics.ratio import ratio, ratio_estimate
@@ -50,6 +51,21 @@ def test_the_errors_are_the_standard_deviations_over_fresh_samples():
         stated = math.sqrt(sum(e.stderr**2 for e in found) / 500)
         assert 0.9 < deviation / stated < 1.1  # a standard deviation over 500 draws is right to 3.2 %
     assert stated < 0.5 * math.hypot(*(e.stderr / e.value for e in pairs[0]))
+
+
+def test_without_a_sample_an_estimate_is_that_of_the_others():
+    generator = torch.Generator().manual_seed(3)
+    values, sizes = 1 + torch.rand(2, 12, generator=generator, dtype=torch.float64)
+    others = torch.arange(12) != 4
+    mean = without_sample(ratio_estimate(values, unit="nats", method="mean"), 4)
+    expected = ratio_estimate(values[others], unit="nats", method="mean")
+    assert (mean.value, mean.stderr, mean.samples) == pytest.approx((expected.value, expected.stderr, 11), rel=1e-12)
+    assert mean.influence == pytest.approx(expected.influence, rel=1e-12)
+    # of clusters of different sizes, the value is exact
+    of_sizes = without_sample(ratio_estimate(values, sizes, unit="nats", method="ratio"), 4)
+    expected = ratio_estimate(values[others], sizes[others], unit="nats", method="ratio")
+    assert of_sizes.value == pytest.approx(expected.value, rel=1e-12)
+    assert of_sizes.stderr == pytest.approx(expected.stderr, rel=0.1)
 
 
 def test_an_error_beyond_the_influence_stays():

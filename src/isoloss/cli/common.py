@@ -63,7 +63,7 @@ def check_figure(file: Path | None) -> None:
 def check_outputs(args: Any, models: Iterable[str], *names: str) -> None:
     """Refuse the outputs of a command on models, its options `names`, as `files.check_outputs` does."""
     given = [args.data, args.inputs.get("tokenizer"), (args.loading.module or "").rpartition(":")[0]]
-    datasets = [task.partition("=")[2] for task in getattr(args, "task_data", ())]
+    datasets = [task.partition("=")[2] for task in getattr(args, "task", ()) if "=" in task]
     if str(args.data).startswith(hub_datasets.PREFIX):
         datasets.append(str(args.data))
     # each file of a data set by itself, because it may end in .csv

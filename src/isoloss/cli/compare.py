@@ -41,6 +41,7 @@ EXAMPLES = [
 ]
 COMMON = "models data tokenizer length num_sequences task loss_margin output html csv json device"
 _MORE = 4  # times as many sequences: errors about half as large
+_OPEN: frozenset[Reason] = frozenset({"open", "loss open", "rare"})  # what more inputs may answer
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,8 @@ class Args:
     """Stop measuring the traces of the first model after this time; the others get as many sequences."""
     task: tuple[str, ...] = ()
     """Tasks (isoloss ls tasks), or tasks of your own as NAME=FILE: the accuracy of a linear probe on the last hidden
-    states. FILE (.csv, .tsv, .jsonl, .json) has the columns text and label, and pair for a second text."""
-    task_data: tuple[str, ...] = ()
-    """Where the examples of tasks are, as NAME=PATH: a .tsv, .csv, .jsonl or .json file, a folder or hf:NAME."""
+    states. FILE (.csv, .tsv, .jsonl, .json) has the columns text and label, and pair for a second text. NAME=PATH also
+    says where the examples of a known task are: in a file, a folder or hf:NAME."""
     pooling: Literal["auto", "last", "mean", "first", "concatenate"] = "auto"
     """Which token states the probe of a task reads; auto: the last token of causal models, the mean over
     tokens of masked ones. Another pooling may rank the models differently."""
@@ -141,7 +141,6 @@ def main(arguments: list[str]) -> int:
                 data=args.data,
                 tokenizer=inputs.pop("tokenizer", None),
                 tasks=args.task,
-                task_data=args.task_data,
                 measures=args.measures,
                 settings=settings,
                 pooling=args.pooling,
@@ -163,10 +162,18 @@ def main(arguments: list[str]) -> int:
                 raise
             compared, failed = cast("ModelComparison", stop.complete), stop
     about = next(iter(compared.of("trace").values())).details
-    has_more = about["sequences"] == num_sequences != compared.num_held
+    # of one or two models, or of the last pair of each two series
+    of_pairs = (found[-1].comparison.verdict() for found in compared.pairs_at_same_loss.values() if found)
+    verdicts = of_pairs if compared.series else [compared.verdict()] * (len(compared.models) > 1)
+    reasons = [each.reasons for each in verdicts]
+    # further sequences of the same documents are no further samples of what is rare
+    needs_documents = compared.has_most_documents and any("rare" in each for each in reasons)
+    has_more = about["sequences"] == num_sequences != compared.num_held and not needs_documents
     more = "more sequences (--num-sequences)" if has_more else "more text in --data"
     if about["sequences"] == compared.num_held:
         more += f" (all {compared.num_held:,} sequences of it are used)"
+    elif needs_documents:
+        more = "more documents in --data (nearly all of its documents are used)"
     elif about["ended"] in ("rtol", "seconds"):
         more = {"rtol": "a smaller --rtol", "seconds": "more time (--seconds)"}[about["ended"]]
     if args.json:
@@ -185,10 +192,13 @@ def main(arguments: list[str]) -> int:
             common.say("")
             common.print_table("At the same loss", header, rows, left=left)
         if len(compared.models) > 1 and failed is None:
-            reasons = () if compared.series else compared.verdict().reasons
+            # at other losses, more sequences give no verdict either
+            is_open = any("loss" not in each and not _OPEN.isdisjoint(each) for each in reasons)
             # more than there are would be all
-            taken = min(_MORE * num_sequences, compared.num_held or _MORE * num_sequences) if has_more else None
-            common.say_next(_next(args, arguments, list(models.values()), reasons, taken, compared.nearest))
+            most = min(_MORE * num_sequences, compared.num_held or _MORE * num_sequences)
+            taken = most if has_more and is_open else None
+            of_all = () if compared.series else reasons[0]
+            common.say_next(_next(args, arguments, list(models.values()), of_all, taken, compared.nearest))
     # last, so that a full disk does not cost the table
     _write(args, compared, common.command("compare", *arguments), more)
     if failed is None:
@@ -225,7 +235,7 @@ def _check(args: Any, names: list[str], models: list[str]) -> None:
     at_least("--min-ratio", args.min_ratio, 1)
     configs.check(args)
     InputConfig(**args.inputs).check()
-    task_probes(args.task, args.task_data, {})
+    task_probes(args.task, {})
     for measure in ("trace", *args.measures):
         flatness_measure(measure, args.measure)
     if args.data is not None:
@@ -253,8 +263,7 @@ def _next(
     # the folder of --output has a comparison with other settings, and the files have this one's numbers
     for option in ("--output", "--html", "--csv", "--parquet", "--figure"):
         arguments = common.without_option(arguments, option)
-    # at other losses, more sequences give no verdict either
-    if taken is not None and "loss" not in reasons and not {"open", "loss open", "rare"}.isdisjoint(reasons):
+    if taken is not None:
         commands.append(common.command_with("compare", arguments, "--num-sequences", taken))
     count = len(args.models)
     first = next((place for place in range(len(arguments)) if arguments[place : place + count] == [*args.models]), None)

@@ -378,7 +378,7 @@ def _what_helps(args: Any, inputs: Any, estimate: Estimate) -> str:
     sequences = "more sequences, with --num-sequences"
     if args.seconds is not None and estimate.details.get("ended") == "seconds":
         sequences = "more time, with --seconds"
-    elif inputs.has_all_documents or (inputs.num_held is not None and inputs.num_held <= inputs.num_sequences):
+    elif inputs.has_most_documents or (inputs.num_held is not None and inputs.num_held <= inputs.num_sequences):
         # further sequences of the same documents would tell little that is new
         sequences = f"more {'documents' if 'documents' in inputs.batches[0] else 'sequences'} in --data"
     if "clusters" in estimate.details:

@@ -41,6 +41,7 @@ from isoloss.statistics.estimate import (
     leading_name,
     number,
     rare,
+    rounded,
     samples_of,
 )
 from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, all_within, equivalence, mcnemar, p_value
@@ -105,6 +106,8 @@ class ModelComparison(TraceComparison):
         min_ratio: The smallest ratio of two traces that counts.
         inputs: The inputs that the models were measured on, in words.
         num_held: How many sequences there are of these inputs; None: it is not known, or as many as are asked for.
+        has_most_documents: Whether the inputs are of nearly all documents that there are, as
+            `isoloss.text.inputs.Inputs` tells.
         measures: The measures that were requested beside the usual ones.
     """
 
@@ -112,6 +115,7 @@ class ModelComparison(TraceComparison):
     min_ratio: float = MIN_RATIO
     inputs: str = ""
     num_held: int | None = None
+    has_most_documents: bool = False
     measures: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -313,7 +317,8 @@ class ModelComparison(TraceComparison):
                 text += (
                     " To learn which is more robust at 4 bits or to noise, or better at a task, compare two "
                     f"checkpoints alone. At the lowest loss that both reach, the nearest are {names}: second minus "
-                    f"first is {apart} nats, the same within {margin:g} nats. Is that near enough for you?"
+                    f"first is {apart} nats, the same within {margin:g} nats. Is that near enough for you? If you "
+                    "report it, say that the losses were seen before the margin was set."
                 )
             texts.append(text)
         return texts
@@ -330,8 +335,14 @@ class ModelComparison(TraceComparison):
         holds, decisive = all_within(differences, self.loss_margin)
         most = differences[decisive]
         detail = f"{names[decisive]} minus {names[first]}: {number(most)} nats/token, 95 % {interval(most)}"
+        if holds and max(map(abs, most.ci95)) > self.loss_margin:
+            low, high = (
+                rounded(end, most.stderr).split(" ±")[0] for end in equivalence(most, self.loss_margin).interval
+            )
+            detail += f"; the test, one at 5 % for each side of the margin, takes the 90 % interval, {low} to {high}"
+        default = f" (the margin that was set; the default is {LOSS_MARGIN:g})" * (self.loss_margin != LOSS_MARGIN)
         answer = {
-            True: f"Yes, within ± {self.loss_margin:g} nats",
+            True: f"Yes, within ± {self.loss_margin:g} nats{default}",
             False: f"No, {abs(most.value):.3g} nats apart",
             None: f"Not shown within ± {self.loss_margin:g} nats",
         }[holds]

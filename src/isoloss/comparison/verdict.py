@@ -11,6 +11,7 @@ of every other model are larger by a ratio that counts; and no input makes up mu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import html
 import itertools
@@ -26,8 +27,20 @@ from isoloss.statistics.comparison import (
     paired_difference,
     paired_log_ratio,
     probabilities_of_smallest,
+    without_sample,
 )
-from isoloss.statistics.estimate import Estimate, html_table, interval, number, rarity, rounded, samples_of
+from isoloss.statistics.estimate import (
+    Estimate,
+    html_table,
+    interval,
+    leading_name,
+    leading_sample,
+    number,
+    rare,
+    rarity,
+    rounded,
+    samples_of,
+)
 from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, equivalence, is_beyond
 from isoloss.statistics.tables import Tabular, probability, text_table
 
@@ -63,6 +76,7 @@ _SURE = 0.975  # the probability from which a model's trace is the smallest
 _NEGLIGIBLE = 0.01  # of a standard error
 _MOST_PAIRED = 20  # models whose differences are all in JSON
 _MOST_NAMED = 3  # models whose losses are given one by one
+_MOST_LEFT_OUT = 3  # samples that decide an error, to tell the verdict without them
 _SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
 
 
@@ -433,8 +447,9 @@ def _reasons(
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
     # last: a rare input is a reason only where there would be a verdict otherwise
-    elif warning := _rarity(comparison, best["trace"], names):
-        yield "rare", f"{said}, but {warning}."
+    elif warning := rarity(_differences(comparison, best["trace"], names), comparison.documents):
+        without = _without_rare(comparison, best["trace"], names, loss_margin, min_ratio)
+        yield "rare", f"{said}, but {warning}. {without}"
     pairs = [
         (name, best["trace"]) for name, original in comparison.originals.items() if original == name != best["trace"]
     ]
@@ -503,22 +518,49 @@ def in_digits(ratio: float) -> str:
     return f"{ratio:#.3g}".rstrip(".")
 
 
-def _rarity(comparison: TraceComparison, best: str, names: Mapping[str, str]) -> str:
-    """Return a warning where one input makes up much of the error of a difference that the verdict rests on.
+def _differences(comparison: TraceComparison, best: str, names: Mapping[str, str]) -> dict[str, Estimate]:
+    """Return the differences that the verdict rests on, by what they are called.
 
-    What an input does to both models alike is not in the difference.
+    What an input does to both models alike is not in a difference.
     """
-    return rarity(
-        {
-            f"the difference in {trace.replace('-', ' ')} of {names[name]} and {names[best]}": comparison.difference(
-                trace, name, best
-            )
-            for trace in comparison.traces
-            for name, original in comparison.originals.items()
-            if original != best
-        },
-        comparison.documents,
-    )
+    return {
+        f"the difference in {trace.replace('-', ' ')} of {names[name]} and {names[best]}": comparison.difference(
+            trace, name, best
+        )
+        for trace in comparison.traces
+        for name, original in comparison.originals.items()
+        if original != best
+    }
+
+
+def _without_rare(
+    comparison: TraceComparison, best: str, names: Mapping[str, str], loss_margin: float, min_ratio: float
+) -> str:
+    """Return what the verdict would be without the samples that make up much of the error of a difference."""
+    left_out: list[str] = []
+    while leading := rare(differences := _differences(comparison, best, names)):
+        if len(left_out) == _MOST_LEFT_OUT:
+            return f"Without it and {_MOST_LEFT_OUT - 1} more like it, yet another one makes up much of an error."
+        decisive = differences[max(leading, key=leading.__getitem__)]
+        left_out.append(leading_name(decisive, comparison.documents))
+        comparison = _without(comparison, leading_sample(decisive))
+        best = comparison.originals[comparison.ranking("trace")[0]]
+    others = left_out[1:]
+    without = f"it and {len(others)} more like it{','.join(filter(None, others))}" if others else "it"
+    found = verdict(comparison, loss_margin=loss_margin, min_ratio=min_ratio, names=names)
+    if found.flattest is None:
+        return f"Without {without}, there is no verdict either: {REASONS[found.reasons[0]]}."
+    return f"Without {without}, {found}"
+
+
+def _without(comparison: TraceComparison, sample: int) -> TraceComparison:
+    judged = ("loss", *comparison.traces)
+    models = {
+        model: {name: without_sample(each, sample) if name in judged else each for name, each in estimates.items()}
+        for model, estimates in comparison.models.items()
+    }
+    documents = (*comparison.documents[:sample], *comparison.documents[sample + 1 :])
+    return dataclasses.replace(comparison, models=models, documents=documents)
 
 
 def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:

@@ -86,6 +86,35 @@ def times(estimate: Estimate, factor: float) -> Estimate:
     )
 
 
+def without_sample(estimate: Estimate, sample: int) -> Estimate:
+    """Return an estimate without one of its n samples, by the jackknife: the value less psi_i / (n - 1).
+
+    For a mean, value and error are those of the other samples. For a ratio of sums, the value is; the influences, and
+    with them the error, are those of samples of one size.
+
+    Example:
+        >>> from isoloss.statistics.comparison import without_sample
+        >>> from isoloss.statistics.ratio import ratio_estimate
+        >>> print(without_sample(ratio_estimate([1.0, 2.0, 3.0, 90.0], unit="nats", method="loss"), 3))
+        2.00 ± 0.58 nats
+    """
+    assert estimate.influence is not None
+    n, influence = estimate.samples - 1, estimate.influence
+    moved = influence[sample] / n
+    # what stands behind the samples keeps its part of the squared error
+    behind = influence[n + 1 :] * math.sqrt((n - 1) / (n + 1))
+    left = np.concatenate([np.delete(influence[: n + 1], sample) + moved, behind])
+    effective = estimate.effective_samples
+    return dataclasses.replace(
+        estimate,
+        value=estimate.value - moved,
+        stderr=math.sqrt(float(np.square(left).sum()) / (n * (n - 1)) + _unexplained(estimate)),
+        samples=n,
+        effective_samples=None if effective is None else min(effective, n),
+        influence=left,
+    )
+
+
 def linear_combination(terms: Sequence[tuple[float, Estimate]], *, method: str) -> Estimate:
     """Return the sum of factors times estimates on the same samples, with the error of the sum within each sample.
 

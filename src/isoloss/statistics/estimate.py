@@ -202,12 +202,14 @@ def rarity(estimates: Mapping[str, Estimate], names: Sequence[str] = ()) -> str:
     if not leading:
         return ""
     name = max(leading, key=leading.__getitem__)
+    percent = f"{100 * leading[name]:.0f} %"
+    part = f"over {percent}" if percent == "25 %" else percent
     samples = next(
         (e.details["clusters"] for e in estimates.values() if "clusters" in e.details),
         "documents" if names else "inputs",
     )
     return (
-        f"one of the {samples}{leading_name(estimates[name], names)} makes up {100 * leading[name]:.0f} % of the "
+        f"one of the {samples}{leading_name(estimates[name], names)} makes up {part} of the "
         f"squared error{name and f' of {name}'}: with so few like it, the error is unreliable"
     )
 
@@ -220,9 +222,13 @@ def rare(estimates: Mapping[str, Estimate]) -> dict[str, float]:
 
 def leading_name(estimate: Estimate, names: Sequence[str]) -> str:
     """Return the name of the sample with the largest part in the squared error, in brackets; empty without names."""
-    if not names or estimate.influence is None:
-        return ""
-    return f" ({names[int((estimate.influence[: estimate.samples] ** 2).argmax())]})"
+    return f" ({names[leading_sample(estimate)]})" if names and estimate.influence is not None else ""
+
+
+def leading_sample(estimate: Estimate) -> int:
+    """Return the number of the sample with the largest part in the squared error."""
+    assert estimate.influence is not None
+    return int((estimate.influence[: estimate.samples] ** 2).argmax())
 
 
 def _leading(estimate: Estimate) -> float:

@@ -52,7 +52,6 @@ def compare(
     data: str | Path | None = None,
     tokenizer: PreTrainedTokenizerFast | str | None = None,
     tasks: Sequence[str] = (),
-    task_data: Sequence[str] = (),
     measures: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     pooling: Literal["auto", "last", "mean", "first", "concatenate"] = "auto",
@@ -92,10 +91,10 @@ def compare(
             `batches`: for runs of a language without a tokenizer, sentences of that language; else `python:docs`, the
             language reference that comes with Python.
         tokenizer: The tokenizer of all models, or its folder or name; None: the checkpoints' own, which must be alike.
-        tasks: Tasks (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model. A
-            task of your own is NAME=PATH: a file (.csv, .tsv, .jsonl, .json) with the columns `text` and `label`, and
-            `pair` where an example is two texts; one example in five, which `seed` draws, is for testing.
-        task_data: Where the examples of tasks are, as NAME=PATH.
+        tasks: Tasks (`isoloss ls tasks`): the accuracy of a linear probe on the last hidden states of each model. With
+            NAME=PATH, its examples are read from a file, a folder or hf:NAME. A task of your own is NAME=PATH, too: a
+            file (.csv, .tsv, .jsonl, .json) with the columns `text` and `label`, and `pair` where an example is two
+            texts; one example in five, which `seed` draws, is for testing.
         measures: Further measures of flatness (`isoloss ls measures`), on the same inputs, each a row of the table.
         settings: Settings of the measures, by the names of their fields; `num_probes` and `rescaling_granularity` are
             those of the traces too.
@@ -146,7 +145,7 @@ def compare(
         'nats per predicted token'
     """
     own = {} if pooling == "auto" else {"probe_pooling": pooling}
-    probes = task_probes(tasks, task_data, {"probe_solver": "convex", "seed": seed} | own)
+    probes = task_probes(tasks, {"probe_solver": "convex", "seed": seed} | own)
     settings = {"num_sequences": num_sequences, "seed": seed} | dict(settings or {})
     # these are rows in any case
     usual = ["trace", "minimal-trace", *(["int8-rise", "int4-rise", "noise-rise"] if robustness else [])]
@@ -205,7 +204,7 @@ def compare(
     if output is not None:
         chosen = [
             *(settings, sorted(others), robustness, causal, rtol, seconds, str(dtype), str(resolve_device(device))),
-            *(str(attention), tasks, task_data, pooling, module, _contents((*tasks, *task_data), module)),
+            *(str(attention), tasks, pooling, module, _contents(tasks, module)),
         ]
         held = batches if isinstance(batches, list) else []
         read_by_all = [_sha256(each) for each in (held, few, auxiliary_sample or ())]
@@ -220,6 +219,7 @@ def compare(
         if read is not None:
             fields["documents"] = read.document_names
             about = {"inputs": read.description, "num_held": read.num_held}
+            about["has_most_documents"] = read.has_most_documents
         return ModelComparison(**fields, **about, loss_margin=loss_margin, min_ratio=min_ratio, measures=tuple(others))
 
     try:
@@ -287,7 +287,7 @@ def _fitting(
     fitting = {task: dataclasses.replace(probe, probe_pooling=pooling) for task, probe in probes.items()}
     for task, probe in fitting.items():
         if (reason := probe.why_not_applicable(context)) is not None:
-            files_of = f"; to read its examples from files, give {task}=PATH as --task-data (in Python, task_data)"
+            files_of = f"; to read its examples from files, name it as {task}=PATH"
             from_files = "" if probe.task_data else files_of
             raise IsolossError(f"the task {task} cannot be measured: {reason}{from_files}")
         try:

@@ -358,7 +358,7 @@ class Probe(_ProbeMeasure, Trained):
         return linear_probe(model, self._read(data, context), **dataclasses.asdict(self._classifier()), **reading)
 
 
-def task_probes(tasks: Sequence[str], task_data: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Probe]:
+def task_probes(tasks: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Probe]:
     """Return the probe of each task by name; a task may be NAME=PATH, with the path of its examples.
 
     Raises:
@@ -369,13 +369,10 @@ def task_probes(tasks: Sequence[str], task_data: Sequence[str], settings: Mappin
     names = [task.partition("=")[0] for task in tasks]
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
         raise IsolossError(f"the task {twice} is named twice")
-    measures = {}
-    for name, task in zip(names, tasks, strict=True):
-        # other tasks need not know where the examples of your own task are
-        about = [entry for entry in task_data if entry.partition("=")[0] not in {*names} - {name}]
-        given = (*about, task) if "=" in task else about
-        measures[name] = cast("Probe", make_measure(f"probe-{name}", {**settings, "task_data": tuple(given)}))
-    return measures
+    return {
+        name: cast("Probe", make_measure(f"probe-{name}", {**settings, "task_data": (task,) if "=" in task else ()}))
+        for name, task in zip(names, tasks, strict=True)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
