@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import html
 import json
+import math
 import os
 import platform
 import re
@@ -283,6 +284,23 @@ class Run:
                     f"predicted token, above its target of {nats:g}"
                 )
         return missed
+
+    def rise(self) -> tuple[float, str] | None:
+        """Return how far a loss with a target rose from its lowest value to its last, in nats and in words.
+
+        Of several stages, the largest rise. None: no rise is more than twice its standard error.
+        """
+        found, lines = [], self.metrics()
+        for number, stage in enumerate(self.config.stages, start=1):
+            what = stage.target and stage.target[0]
+            value, error = f"validation_{what}_nats", f"validation_{what}_stderr"
+            if own := [line for line in lines if line.get("stage") == number and value in line]:
+                lowest, last = min(own, key=lambda line: line[value]), own[-1]
+                rise, bound = last[value] - lowest[value], 2 * math.hypot(lowest[error], last[error])
+                low, high = (rounded(line[value], line[error]) for line in (lowest, last))
+                words = f"was at {low} nats at step {lowest['step']:,} and at {high} at the end"
+                found += [(rise, words)] if rise > bound else []
+        return max(found, default=None)
 
     # --- checkpoints
 

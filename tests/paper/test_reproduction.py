@@ -266,5 +266,7 @@ def test_the_table_of_settings_says_of_which_models_a_value_is(capsys):
     assert "pcfg: d32" in settings["optimizer.schedule"]["constant"]
     assert "pcfg: d32 (continued)" in settings["optimizer.schedule"]["cosine"]
     assert settings["optimizer.name"] == {"adamw": []}
-    # a default that no study names
-    assert settings["measures.probe_epochs"] == {"100": ["pcfg: all", "hmm: all", "teacher: all"]}
+    # a default that no study names; AdamW's settings do not apply to convex probes
+    assert list(settings["measures.curvature_matrix"]) == ["gauss-newton"]
+    assert settings["measures.probe_solver"] == {"convex": ["pcfg: all", "hmm: all", "teacher: all"]}
+    assert "measures.probe_epochs" not in settings

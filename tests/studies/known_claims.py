@@ -61,7 +61,7 @@ def in_order(claims, effects, stderr=1.0, samples=30, tests=None):
 def results_of(claims, *contrasts, **more):
     """The result of each claim about these contrasts."""
     asked = [dataclasses.replace(each, of=lambda _: contrasts) for each in claims]
-    return judge_claims(asked, SimpleNamespace(scale=None), **more)
+    return judge_claims(asked, SimpleNamespace(scale=None, replicates={}), **more)
 
 
 def answers(claims, one, **more):

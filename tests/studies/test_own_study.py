@@ -83,7 +83,15 @@ def test_a_setting_may_have_several_values(capsys, file, tmp_path, here):
     text = FILE.replace('"num_sequences": 8', several).replace('"trace"', '"probe-prefix-4"')
     file.write_text(text.replace(', "with": run(0.1)', ""))
     call(capsys, "run", file, "--folder", tmp_path / "out", *here)
-    assert "probe regularization 0.001 or 0.01" in (tmp_path / "out" / "report" / "index.html").read_text()
+    page = (tmp_path / "out" / "report" / "index.html").read_text()
+    assert "probe regularization 0.001 or 0.01" in page
+    # those of the other solver are not told
+    assert "probe epochs" not in page
+    settings = json.loads(call(capsys, "show", file, "--json"))["settings"]
+    assert {name for name in settings if "probe" in name} == {
+        "measures.probe_solver",
+        "measures.probe_regularization",
+    }
 
 
 def test_a_study_of_one_file_has_tables_a_page_and_a_status(capsys, file, tmp_path, here):
@@ -225,6 +233,18 @@ def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path)
     assert (
         f"<summary>{summary.missed.line}</summary>\n<p>without: {sentence}.</p>\n<p>{summary.missed.next_step}" in page
     )
+    # as if the loss had been lower before: by less than two standard errors, then by more
+    metrics, longer = folder.path / "runs" / "without" / "metrics.jsonl", summary.missed.next_step
+    last, (value, error) = metrics.read_text(), (validated["validation_kl_nats"], validated["validation_kl_stderr"])
+    for standard_errors in (1.9, 2.1):
+        lowest = value - standard_errors * 2**0.5 * error
+        line = {"step": 1, "loss_nats": 2.0, "stage": 1, "validation_kl_nats": lowest, "validation_kl_stderr": error}
+        metrics.write_text(f"{json.dumps(line)}\n{last}")
+        words = (
+            f"(without was at {rounded(lowest, error)} nats at step 1 and at {reached} at the end): take a lower rate"
+        )
+        assert (words in folder.summary().missed.next_step) == (standard_errors > 2)
+        assert folder.summary().missed.next_step.endswith(longer)
 
 
 @pytest.mark.parametrize(

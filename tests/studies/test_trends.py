@@ -54,7 +54,7 @@ def by_regression(one, given=()):
 
 
 def judged(asked, one, **more):
-    return judge_claims([asked], SimpleNamespace(scale=None), **more)[0]
+    return judge_claims([asked], SimpleNamespace(scale=None, replicates={}), **more)[0]
 
 
 def about(one, **more):

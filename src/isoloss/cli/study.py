@@ -606,7 +606,7 @@ def _settings(folder: StudyFolder) -> dict[str, dict[str, list[str]]]:
 
     Models of one name may differ, as one of them continues another. Of those that do, only some have a value.
     """
-    from isoloss.lab.evaluation.measures.base import settings_of
+    from isoloss.lab.evaluation.measures.base import settings_of, used_settings
 
     found: dict[str, dict[str, dict[str, None]]] = {}
     languages: dict[str, dict[str, None]] = {}
@@ -621,7 +621,7 @@ def _settings(folder: StudyFolder) -> dict[str, dict[str, list[str]]]:
         for part in experiment.measurements:
             key = f"{part.measures} {part.settings}"
             if key not in measuring:
-                taken = [settings_of(measure, part.settings) for measure in part.measures]
+                taken = [used_settings(each, settings_of(each, part.settings)) for each in part.measures]
                 measuring[key] = [each for some in taken for each in _flat({"measures": some})]
             values += measuring[key]
         for setting, value in values:

@@ -26,6 +26,7 @@ from isoloss.studies.results import (
     difference,
     mean,
     over_seeds,
+    replicate,
 )
 
 TONES: Mapping[Verdict, Tone] = {
@@ -227,22 +228,22 @@ def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
 class Comparison:
     """The last checkpoints of a study's groups of runs, and the differences between groups.
 
-    Runs of a group with the same block and seed, such as external checkpoints at several steps of one training, are
+    Runs of a group with the same language and seed, such as external checkpoints at several steps of one training, are
     averaged as one replicate. An external checkpoint without a seed is a replicate by itself. Two groups with the same
     replicates are paired; otherwise they count as independent.
     """
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        self.groups: dict[str, dict[tuple[int, int | str], list[Checkpoint]]] = {}
+        self.groups: dict[str, dict[tuple[str, int | str], list[Checkpoint]]] = {}
         kinds = set()
         for name, experiment in results.experiments.items():
-            seed, last = experiment.config.seed, results.of_run(name)
+            last = results.of_run(name)
             # what others need may be measured by nothing
             if not last:
                 continue
             replicates = self.groups.setdefault(experiment.group or name, {})
-            replicates.setdefault((experiment.block, name if seed is None else seed), []).append(last[max(last)])
+            replicates.setdefault(replicate(name, experiment), []).append(last[max(last)])
             about = results.run(name).result()
             external = isinstance(experiment.config, ExternalCheckpoint)
             kinds.add((about.get("architecture") if external else experiment.size, about["num_parameters"]))
@@ -281,7 +282,7 @@ class Comparison:
         except IsolossError:  # measured on different sentences, or one run against several
             return None
 
-    def _replicates(self, key: str, group: str) -> dict[tuple[int, int | str], CheckpointEstimate]:
+    def _replicates(self, key: str, group: str) -> dict[tuple[str, int | str], CheckpointEstimate]:
         return {name: averaged([each[key] for each in of_one]) for name, of_one in self.groups[group].items()}
 
     def _are_paired(self, first: str, second: str) -> bool:
@@ -429,10 +430,9 @@ def setup(results: Results) -> str:
     comparison = Comparison(results)
     names = list(comparison.groups)
     shown = [*names[:4], f"{len(names) - 4} more"] if len(names) > 4 else names
-    listed = " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
     on = {e.config.measured_on for e in results.experiments.values() if isinstance(e.config, ExternalCheckpoint)}
     where = f"measured on {' and '.join(sorted(on))}" if on else "at the end of training"
-    words, keys = [f"{listed}, {where}.", *_one_rate_each(results)], results.keys
+    words, keys = [f"{_listed(shown)}, {where}.", *_rates(results)], results.keys
     if "kl" in keys:
         words.append("The KL to the truth is the loss above its smallest possible value.")
     if "trace" in keys:
@@ -451,19 +451,28 @@ def setup(results: Results) -> str:
     return " ".join(words)
 
 
-def _one_rate_each(results: Results) -> list[str]:
-    """Return, of several optimizers with one learning rate each, that they are compared at these rates."""
+def _rates(results: Results) -> list[str]:
+    """Return the learning rates of each optimizer in a sentence, where runs differ in these."""
     rates: dict[str, set[float]] = {}
     of_runs = set()
     for config in (each.config for each in results.experiments.values() if isinstance(each.config, TrainConfig)):
         optimizers = [stage.optimizer or config.optimizer for stage in config.stages] or [config.optimizer]
-        of_runs.add(tuple(optimizer.name for optimizer in optimizers))
+        of_runs.add(tuple((optimizer.name, optimizer.learning_rate) for optimizer in optimizers))
         for optimizer in optimizers:
             rates.setdefault(optimizer.name, set()).add(optimizer.learning_rate)
-    if len(of_runs) < 2 or len(rates) < 2 or any(len(several) > 1 for several in rates.values()):
+    if len(of_runs) < 2 or sum(map(len, rates.values())) < 2:
         return []
-    listed = ", ".join(f"{name} at {rate:g}" for name, (rate,) in rates.items())
+    listed = "; ".join(
+        f"{name} at {_listed([f'{rate:g}' for rate in sorted(of_one)])}" for name, of_one in rates.items()
+    )
+    if any(len(of_one) > 1 for of_one in rates.values()):
+        return [f"Learning rates: {listed}."]
     return [f"Each optimizer has one learning rate, and at other rates the answer may differ: {listed}."]
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def _majority(results: Results, key: str) -> str:

@@ -88,8 +88,9 @@ class Contrast:
         where: A sentence that says which checkpoints these are, for the explanation.
         case: Distinguishes the contrasts of one claim, e.g. `d16 to d32`.
         needs_same_loss: Whether claims about anything but the loss need the two to have the same loss.
-        clusters: The independent unit of each pair, such as its grammar: errors are over these. Empty: over pairs, or
-            over the examples of a single pair.
+        clusters: The independent unit of each pair, such as its grammar: errors are over these. Empty: over pairs, of
+            which those that share a seed and language, directly or through other pairs, count as one; or over the
+            examples of a single pair.
         clusters_are: What the clusters are, in the plural.
         slopes: Slope on the loss of each estimate, by key, from other runs, in the difference's unit per nat. With it
             the difference at the same loss is given as well. Needs clusters.
@@ -148,7 +149,7 @@ class Trend:
         along: The key of the measure, above 0, e.g. `minimal-trace`.
         per: Whether the slope is per halving or per doubling of it.
         groups: The checkpoints of each group, at least two.
-        clusters: The independent unit of each group, such as its grammar: errors are over these.
+        clusters: The independent unit of each group, such as its grammar or its seed: errors are over these.
         given: Keys of measures, above 0, whose logarithms are held constant.
         where, case, needs_same_loss, clusters_are, slopes, not_tested: As for `Contrast`.
 
@@ -614,7 +615,8 @@ def judge_claims(
     for claim in claims:
         if claim.of not in by_function:
             made = call_study_hook(f"of of the claim {claim.id}", claim.of, results)
-            by_function[claim.of] = [made] if isinstance(made, Contrast | Trend) else made
+            several = [made] if isinstance(made, Contrast | Trend) else made
+            by_function[claim.of] = [_over_seeds(each, results) for each in several]
     found = []
     for claim in claims:
         # without verdicts, the differences are given as they are: such a scale need not have slopes
@@ -639,6 +641,37 @@ def judge_claims(
         planned = planned_tests(claims, scale, {claim.id: by_function[claim.of] for claim in claims})
         return in_sequence(found, planned)
     return tuple(dataclasses.replace(each, answers=tuple(_unjudged(one) for one in each.answers)) for each in found)
+
+
+def _over_seeds(contrast: Contrast | Trend, results: Results) -> Contrast | Trend:
+    """Return a contrast whose pairs are in clusters where some share a replicate; any other as it is."""
+    if isinstance(contrast, Trend) or contrast.clusters or contrast.not_tested:
+        return contrast
+    # a checkpoint that a study makes of others has their estimates
+    of_estimate = results.replicates
+    shared = [
+        {of_estimate[id(one)] for checkpoint in pair for one in checkpoint.values() if id(one) in of_estimate}
+        for pair in contrast.pairs
+    ]
+    clusters = list(range(len(shared)))
+    for i, j in itertools.combinations(clusters, 2):
+        if clusters[i] != clusters[j] and shared[i] & shared[j]:
+            clusters = [clusters[i] if each == clusters[j] else each for each in clusters]
+    number, (first, second) = len(set(clusters)), contrast.names
+    if number == len(clusters):
+        return contrast
+    if number == 1:
+        return dataclasses.replace(
+            contrast,
+            not_tested=f"{second} vs. {first}: the {len(clusters)} pairs share seeds or runs, directly or through "
+            "other pairs, so they count as one, which has no error over seeds. Train with more seeds, or compare one "
+            "pair, whose error is over examples.",
+        )
+    found = set[tuple[str, int | str]]().union(*shared)
+    by_seed = len(found) == number and len({language for language, _ in found}) == 1
+    return dataclasses.replace(
+        contrast, clusters=[*map(str, clusters)], clusters_are="seeds" if by_seed else "independent sets of runs"
+    )
 
 
 def _needs_adjusting(compared: Contrast | Trend) -> bool:

@@ -398,15 +398,28 @@ class StudyFolder:
         by_arm = Counter(results.experiments[name].group or name for name in missed).most_common()
         named = ", ".join(f"{count} of {arm}" for arm, count in by_arm[:_MAX_NAMED])
         more = sum(count for _, count in by_arm[_MAX_NAMED:])
+        rises = [(*rise, name) for name in missed if (rise := results.run(name).rise()) is not None]
         return MissedTargets(
             line=f"{len(missed)} of {len(results.experiments)} runs missed a target: {named}"
             + (f", {more} of other arms" if more else ""),
             runs=missed,
-            next_step="To train all runs again, for longer, raise the steps of these stages in the study (the default "
+            next_step=_risen(rises)
+            + "To train all runs again, for longer, raise the steps of these stages in the study (the default "
             f"warm-up grows with steps; warmup_steps sets it), and run {self.command('-longer')}"
             if self.has_verdicts
             else "",
         )
+
+
+def _risen(rises: Sequence[tuple[float, str, str]]) -> str:
+    """Return the advice where losses rose before the end; each rise is in nats and in words, with its run."""
+    if not rises:
+        return ""
+    _, words, worst = max(rises)
+    return (
+        f"More steps at the same learning rate look useless for {len(rises)} of these runs, which ended above their "
+        f"lowest loss ({worst} {words}): take a lower rate, or a schedule that decays. "
+    )
 
 
 def _check_targets(name: str, experiment: Experiment, config: TrainConfig) -> None:

@@ -14,6 +14,7 @@ from isoloss import config as configs
 from isoloss import files
 from isoloss.errors import naming_extras
 from isoloss.lab.evaluation.external import ExternalCheckpoint
+from isoloss.lab.evaluation.measures.base import used_settings
 from isoloss.report import charts
 from isoloss.report.data import Column, Style, column_of
 from isoloss.report.html import Section, interval_rows
@@ -295,11 +296,13 @@ def _made(folder: StudyFolder, results: Results, own: Mapping[str, str], summary
     made |= own
     if folder.seed_offset:
         made["Seeds"] = "; ".join([f"offset {folder.seed_offset}", *filter(None, [own.get("Seeds")])])
+    measures = {m for each in results.experiments.values() for part in each.measurements for m in part.measures}
     for key in results.columns:
         # more than one way where languages differ in it
         ways: dict[str, None] = {}
         for one in _having(results, key):
-            settings = without_folders({name: value for name, value in one.settings.items() if name != "seed"})
+            used = used_settings(key, one.settings) if key in measures else one.settings
+            settings = without_folders({name: value for name, value in used.items() if name != "seed"})
             parts = [f"{name.replace('_', ' ')} {_in_words(value)}" for name, value in settings.items()]
             ways["; ".join([one.method, *parts])] = None
         made[column_of(key).title] = "; or ".join(ways)

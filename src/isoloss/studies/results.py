@@ -16,6 +16,7 @@ import numpy as np
 
 from isoloss.errors import IsolossError, did_you_mean, naming_extras
 from isoloss.lab.evaluation.external import ExternalCheckpoint, ExternalRun
+from isoloss.run_config import TrainConfig
 from isoloss.runs import Run
 from isoloss.statistics.comparison import paired_difference, times
 from isoloss.statistics.estimate import Estimate
@@ -203,6 +204,13 @@ class Results:
             found.setdefault(run, {})[step] = checkpoint
         return found
 
+    @functools.cached_property
+    def replicates(self) -> Mapping[int, tuple[str, int | str]]:
+        """What `replicate` returns for the run of each estimate, by the estimate's id."""
+        by_run = {name: replicate(name, experiment) for name, experiment in self.experiments.items()}
+        found = ((by_run[run], checkpoint) for (run, _), checkpoint in self.checkpoints.items() if run in by_run)
+        return {id(estimate): each for each, checkpoint in found for estimate in checkpoint.values()}
+
     @naming_extras()
     def table(self, keys: Sequence[str] | None = None) -> pl.DataFrame:
         """Return a row per checkpoint, as `isoloss.report.data` takes it; by default of `columns`."""
@@ -246,6 +254,17 @@ class Results:
 
 def _of_blocks(scale: AnyScale, blocks: Collection[int] | None) -> Mapping[str, Experiment]:
     return {name: one for name, one in scale.experiments.items() if blocks is None or one.block in blocks}
+
+
+def replicate(name: str, experiment: Experiment) -> tuple[str, int | str]:
+    """Return what a run shares with those that it is not independent of: its language and seed; without a seed, itself.
+
+    Runs of one language and seed begin with the same weights and train on the same sentences. What an external
+    checkpoint was trained on is not known, so its seed alone counts.
+    """
+    config = experiment.config
+    language = repr(config.language) if isinstance(config, TrainConfig) else ""
+    return language, name if config.seed is None else config.seed
 
 
 def run_of(folder: Path, name: str, experiment: Experiment) -> Run:

@@ -17,7 +17,7 @@ from isoloss.errors import IsolossError
 from isoloss.lab import lookup
 from isoloss.lab.evaluation.context import MeasureContext
 from isoloss.lab.evaluation.evaluator import Evaluator
-from isoloss.lab.evaluation.measures.base import make_measure, settings_of
+from isoloss.lab.evaluation.measures.base import make_measure, settings_of, used_settings
 from isoloss.lab.finetuning import finetune
 from isoloss.lab.languages.config import BracketsConfig, DyckConfig, PCFGConfig
 from isoloss.lab.languages.exact import all_sentences
@@ -385,6 +385,9 @@ def test_defaults_are_recorded_as_before():
     old = {"num_train": 4096, "num_test": 4096, "probe_seeds": 5, "probe_epochs": 100, "seed": 0}
     assert settings_of("probe-root") == settings_of("lookup-root") == old
     assert settings_of("probe-root", {"probe_solver": "convex"}) == {**old, "probe_solver": "convex"}
+    convex = {"num_train": 4096, "num_test": 4096, "probe_solver": "convex", "seed": 0}
+    assert used_settings("probe-root", {**old, "probe_solver": "convex"}) == convex
+    assert used_settings("probe-root", old) == old
     assert settings_of("few-shot-root-10", {"probe_draws": 7}) == {"num_test": 4096, "probe_draws": 7, "seed": 0}
 
 

@@ -88,6 +88,11 @@ class Measure:
         """What the context's `progress` counts."""
         return "done"
 
+    @classmethod
+    def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the settings that have no effect beside these; one at its default may be left out of `settings`."""
+        return ()
+
     def why_not_applicable(self, context: MeasureContext) -> str | None:
         """Return why the measure cannot be taken here, as a sentence; None if it can."""
         return None
@@ -308,6 +313,12 @@ def settings_of(name: str, settings: Mapping[str, Any] | None = None) -> dict[st
     code = MEASURES.code_sha256(name) + TASKS.code_sha256(values.get("task", ""))
     kept = {key: values[key] for key in sorted(values, key=lambda key: key == "seed") if key not in by_name}
     return kept | ({"code_sha256": code} if code else {})
+
+
+def used_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings, of those that are kept with the result of the measure called `name`, that have an effect."""
+    unused = measure_class(MEASURES.match(name)[0]).unused(settings)
+    return {key: value for key, value in settings.items() if key not in unused}
 
 
 def name_fields(pattern: str) -> set[str]:

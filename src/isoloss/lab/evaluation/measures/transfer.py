@@ -329,11 +329,16 @@ class Probe(_ProbeMeasure, Trained):
     probe_solver: Literal["adamw", "convex"] = setting("adamw", omit_default=True)
     """How a probe is fitted: `adamw`, the paper's training, or `convex`, the minimum of the regularized loss."""
 
+    @classmethod
+    def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the settings of the other solver."""
+        is_convex = settings.get("probe_solver") == "convex"
+        return ("probe_seeds", "probe_epochs") if is_convex else ("probe_regularization", "probe_draws")
+
     def check_fields(self) -> None:
         """Refuse a setting that the solver does not use."""
         super().check_fields()
-        is_convex = self.probe_solver == "convex"
-        for name in ("probe_seeds", "probe_epochs") if is_convex else ("probe_regularization", "probe_draws"):
+        for name in self.unused(vars(self)):
             if getattr(self, name) != getattr(Probe, name):
                 raise IsolossError(f"{name} has no effect with the solver {self.probe_solver}: leave it out")
 
