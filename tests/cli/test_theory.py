@@ -7,6 +7,8 @@ import pytest
 
 from isoloss.cli import theory
 from isoloss.cli.main import main
+from isoloss.paper.theory import sgd_flow
+from isoloss.paper.theory.sgd_flow import study
 
 BARTLETT = ["bartlett", "--length", "2", "--directions", "2"]
 FLOW = ["sgd-flow", "--trajectories", "64", "--step-sizes", "0.2", "0.1"]
@@ -89,6 +91,23 @@ def test_the_table_of_sgd_flow_is_of_the_last_time(capsys):
     assert [row[2] for row in rows if row[1] == "0.1"] == [
         f"{row['flow_trace']:.5f}" for row in found["rows"] if row["step_size"] == 0.1 and row["time"] > 0.9
     ]
+
+
+def test_an_interruption_leaves_the_model_that_is_done(capsys, tmp_path, monkeypatch):
+    def interrupted(settings, progress):
+        if settings.model.name.startswith("masked"):
+            raise KeyboardInterrupt
+        return study(settings, progress=progress)
+
+    monkeypatch.setattr(sgd_flow, "study", interrupted)
+    figure = tmp_path / "flow.svg"
+    assert main(["theory", *BOTH, "--figure", str(figure)]) == 130
+    out, err = capsys.readouterr()
+    assert out.startswith("Theorem 3.3, two parameters: at K = 0.5, ")
+    assert "Other times: --json, or --figure." in out
+    assert sum(out.count(f"\n{verdict}: two parameters: ") for verdict in ("shown", "not shown", "contradicted")) == 5
+    assert err.endswith(f"figure: {figure}\nisoloss theory: interrupted\n")
+    assert "two parameters" in figure.read_text()
 
 
 def test_sgd_flow_of_one_model(capsys):

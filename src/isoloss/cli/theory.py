@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +24,16 @@ if TYPE_CHECKING:
 EXAMPLES = [
     ("isoloss theory 3.3", "by its number in the paper: 3.2 is bartlett, 3.3 sgd-flow, 5.1 brackets"),
     ("isoloss theory bartlett --length 6", "both sides exactly, on sentences of six brackets"),
+    ("isoloss theory sgd-flow --model two-parameters", "a minute: the model whose flow has a closed form"),
+    ("isoloss theory sgd-flow --trajectories 256 --batch-sizes 1 2", "a minute: both models, with larger errors"),
     ("isoloss theory sgd-flow --figure flow.pdf", "two models, three step sizes, three batch sizes, and a control"),
-    ("isoloss theory sgd-flow --model masked-lm", "the model whose flow has no closed form"),
     ("isoloss theory sgd-flow --coefficient 0.5", "a coefficient that the simulation contradicts"),
     ("isoloss theory brackets --lengths 6 --figure brackets.pdf", "the shortest sentences alone, and a figure"),
 ]
+FLOW_NOTE = (
+    "-> 0: extrapolated from all step sizes. distance^2: of SGD's parameters from the flow's, as a fraction of the "
+    "squared distance of the flow from the start. Other times: --json, or --figure."
+)
 
 
 class Table(NamedTuple):
@@ -41,12 +47,12 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the program of a statement prints, draws, or gives as JSON."""
+    """What the program of a statement prints, draws, or gives as JSON; of sgd-flow, once a model is done."""
 
     statements: Sequence[Statement]
-    document: dict[str, Any]  # beside settings and statements
+    document: dict[str, Any]  # beside settings and statements; with those of the models before it
     tables: Sequence[Table]
-    figure: Callable[[], Spec]
+    figure: Callable[[], Spec]  # also of the models before it
     heading: str = ""  # before the tables
     note: str = ""  # after them
 
@@ -64,7 +70,7 @@ class CommonArgs:
     json: bool = False
     """Print one JSON document."""
 
-    def report(self) -> Report:
+    def reports(self) -> Iterator[Report]:
         """Run the program."""
         raise NotImplementedError
 
@@ -80,7 +86,7 @@ class BartlettArgs(CommonArgs):
     directions: int = 4
     """Minimizers per model; from each, one random direction is followed."""
 
-    def report(self) -> Report:
+    def reports(self) -> Iterator[Report]:
         """Run the program."""
         from isoloss.paper.theory import bartlett
 
@@ -92,7 +98,7 @@ class BartlettArgs(CommonArgs):
             gaps = (f"{row.gap:.1e} ± {row.gap_stderr:.0e}", f"{row.trace_gap:.1e} ± {row.trace_gap_stderr:.0e}")
             traces = (f"{trace:.5g}" for trace in (row.covariance_trace, row.hessian_trace, row.fisher_trace))
             cells.setdefault(row.model, []).append((f"{row.radius:g}", f"{row.kl_nats:.1e}", *gaps, *traces))
-        return Report(
+        yield Report(
             statements=result.statements,
             document={"rows": [dataclasses.asdict(row) for row in result.rows]},
             tables=[Table(model, columns, rows) for model, rows in cells.items()],
@@ -124,7 +130,7 @@ class FlowArgs(CommonArgs):
     coefficient: float = 0.25
     """The coefficient to check."""
 
-    def report(self) -> Report:
+    def reports(self) -> Iterator[Report]:
         """Run the program for each model."""
         from isoloss.paper.theory.sgd_flow import study
 
@@ -139,14 +145,13 @@ class FlowArgs(CommonArgs):
             document["rows"] += [{"model": name, **dataclasses.asdict(row)} for row in result.rows]
             document["limits"] += [{"model": name, **dataclasses.asdict(row)} for row in result.limits]
             document["control"][name] = result.control
-        return Report(
-            statements=[statement for _, result in results for statement in result.statements],
-            document=document,
-            tables=[_flow_table(*pair) for pair in results],
-            figure=lambda: _figures().sgd_and_flow(results),
-            note="-> 0: extrapolated from all step sizes. distance^2: of SGD's parameters from the flow's, as a "
-            "fraction of the squared distance of the flow from the start. Other times: --json, or --figure.",
-        )
+            yield Report(
+                statements=result.statements,
+                document=document,
+                tables=[_flow_table(settings, result)],
+                figure=lambda: _figures().sgd_and_flow(results),
+                note=FLOW_NOTE if len(results) == 1 else "",
+            )
 
     def _settings(self) -> list[Settings]:
         from isoloss.paper.theory.sgd_flow import masked_lm, two_parameters
@@ -191,7 +196,7 @@ class BracketsArgs(CommonArgs, BracketsSettings):
     the downstream task (Theorem 5.1, Lemmas G.1 to G.5, Theorem G.6).
     """
 
-    def report(self) -> Report:
+    def reports(self) -> Iterator[Report]:
         """Run the program."""
         from isoloss.paper.theory import brackets
 
@@ -217,7 +222,7 @@ class BracketsArgs(CommonArgs, BracketsSettings):
             (row.length, row.inputs, row.predicted, *map(rounded, row.widths, row.widths_stderr))
             for row in result.widths
         ]
-        return Report(
+        yield Report(
             statements=brackets.judge(result),
             document=dataclasses.asdict(result),
             tables=[
@@ -264,22 +269,33 @@ def main(arguments: list[str]) -> int:
     common.check_figure(args.figure)
     files.check_outputs({"--figure": args.figure})
     common.use_threads(args.threads)
-    report = args.report()
-    if args.figure is not None:
-        common.save_figure(args.figure, report.figure())
+    done: list[Report] = []
+    try:
+        for report in args.reports():
+            if not args.json:
+                _say(report, is_first=not done)
+            done.append(report)
+    finally:
+        # of what is done, if the rest is interrupted or fails
+        if done and args.figure is not None:
+            common.save_figure(args.figure, done[-1].figure())
     if args.json:
         settings = {key: value for key, value in dataclasses.asdict(args).items() if key not in ("figure", "json")}
-        judged = [statement.to_dict() for statement in report.statements]
-        common.emit_json({"settings": settings, "statements": judged, **report.document})
-        return 0
+        judged = [statement.to_dict() for report in done for statement in report.statements]
+        common.emit_json({"settings": settings, "statements": judged, **done[-1].document})
+    return 0
+
+
+def _say(report: Report, *, is_first: bool) -> None:
     if report.heading:
         common.say(report.heading)
     for index, table in enumerate(report.tables):
-        if index or report.heading:
+        if index or report.heading or not is_first:
             common.say("")
         common.print_table(table.title, table.columns, table.rows, left=table.left)
     if report.note:
         common.say("")
         common.say_wrapped(report.note)
     common.say_statements(report.statements)
-    return 0
+    # now: where Ctrl-C also ends the reader of a pipe, such as `tee`, it would be lost
+    sys.stdout.flush()

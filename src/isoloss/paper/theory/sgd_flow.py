@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,9 @@ _CONTROLS = 8  # starts of the control
 _CHUNK = 256  # matrices A that are held together
 ERRORS = 3.0  # standard errors that a statistical figure may be off
 PRECISION = 0.1  # standard error of a coefficient, as a fraction of it, above which nothing can be concluded
+# errors must fall faster than the step size to this power. They fall as the step size, so it leaves room for sampling
+# and for terms of higher order; over a fourth of the step size a constant rest fails that is a sixth of what falls
+FALL = 0.75
 CONTROL_ALLOWED = 1e-3  # change of the control's trace, as a fraction of what label noise takes off it
 
 
@@ -653,36 +656,44 @@ def judge(
     # later times replace earlier ones, so these are at the last time
     coefficients = {row.batch_size: row.coefficient for row in limits}
 
-    errors = [math.sqrt(math.fsum(row.error**2 for row in some) / len(some)) for some in by_step]
+    errors = [
+        (_rms([100 * row.error for row in some]), _rms([100 * row.trace.stderr / row.flow_trace for row in some]))
+        for some in by_step
+    ]
+    distances, limit = [(row.distance.value, row.distance.stderr) for row in last], at_zero[-1].distance
+    error_fall, allowed_error = _fall(errors, etas, " %")
+    distance_fall, allowed_distance = _fall(distances, etas)
     limit_errors = ", ".join(f"{row.error_percent} at K = {row.time:.3g}" for row in at_zero)
-    distances, limit = [row.distance for row in last], at_zero[-1].distance
+    off_times = [f"{row.time:.3g}" for row in at_zero if _is_off(row.trace, row.flow_trace)]
+    off_sizes = [str(size) for size, value in coefficients.items() if _is_off(value, coefficient)]
     fall = start - last[-1].trace.value
     drift = max(abs(trace - control[0]) for trace in control) / abs(fall)
     coefficients_needed = [(value.stderr, PRECISION * coefficient) for value in coefficients.values()]
-    # at the last step size an error must stand out of its sampling error, where it falls as the step size
-    ratio = etas[-1] / etas[0] / ERRORS
-    traces_needed = [(row.trace.stderr / row.flow_trace, ratio * errors[0]) for row in by_step[-1]]
-    is_at_flow = all(abs(row.trace.value - row.flow_trace) <= ERRORS * row.trace.stderr for row in at_zero)
-    # errors beyond sampling that do not fall with the step size
-    judged = functools.partial(_statement, last[0].trace.samples, settled=_falls(errors, etas) or is_at_flow)
+    falls = errors[-1][0] < allowed_error
+    does_not_fall = f"from eta = {etas[0]:g} to {etas[-1]:g} it does not fall that fast"
+    off = f"off by more than {ERRORS:g} standard errors"
+    # otherwise there are errors beyond sampling that do not fall with the step size
+    judged = functools.partial(_statement, last[0].trace.samples, settled=falls or not off_times)
     statements = [
         judged(
             "as the step size goes to 0, SGD's mean trace after K / eta^2 steps becomes that of the flow "
             f"-({coefficient:g} / B) grad Tr at time K.",
             f"B = {least}, extrapolated to eta = 0: off by {limit_errors}; {ERRORS:g} standard errors "
-            "allowed. Root mean square over K: "
-            f"{_over_steps([f'{100 * error:.2f} %' for error in errors], etas)}; it must fall faster than the root of "
-            "the step size",
-            traces_needed,
-            shown=_falls(errors, etas) and is_at_flow,
+            f"allowed. Root mean square over K, of the errors ± of their standard errors: {error_fall}",
+            {
+                does_not_fall: not falls,
+                f"{off} at K = {', '.join(off_times)}: another coefficient, or step sizes too large to extrapolate "
+                "from": bool(off_times),
+            },
+            [(errors[-1][1], allowed_error / ERRORS)],
         ),
         judged(
             f"the coefficient of the flow that SGD follows is -{coefficient:g} / B.",
             f"B = {least}: {_minus(coefficients[least])} times 1 / B, extrapolated to eta = 0; {ERRORS:g} "
             f"standard errors allowed, the error at most {100 * PRECISION:g} %; contradicted if off by more than "
             f"{100 * ERRORS * PRECISION:g} % and {ERRORS:g} standard errors together",
+            {off: _is_off(coefficients[least], coefficient)},
             coefficients_needed[:1],
-            shown=_is_near(coefficients[least], coefficient),
             contradicted=is_far(coefficients[least], coefficient),
         ),
         judged(
@@ -691,24 +702,26 @@ def judge(
             + ", ".join(f"{_minus(value)} (B = {size})" for size, value in coefficients.items())
             + f"; {ERRORS:g} standard errors from {-coefficient:g} allowed for each of at least 2, each error at most "
             f"{100 * PRECISION:g} %",
+            {
+                "one batch size alone cannot tell": len(coefficients) == 1,
+                f"{off} for B = {', '.join(off_sizes)}": bool(off_sizes),
+            },
             coefficients_needed,
-            shown=len(coefficients) > 1 and all(_is_near(value, coefficient) for value in coefficients.values()),
             contradicted=len(coefficients) > 1 and any(is_far(each, coefficient) for each in coefficients.values()),
         ),
         judged(
             "not only the trace: SGD's parameters themselves become those of the flow.",
             f"mean squared distance over the squared distance of the flow from the start, at K = "
-            f"{last[-1].time:.3g}: {_over_steps([rounded(each.value, each.stderr) for each in distances], etas)}; "
-            f"extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; it must fall faster than the root of the "
-            f"step size, and be within {ERRORS:g} standard errors of 0 there",
-            [(distances[-1].stderr, ratio * distances[0].value)],
-            shown=_falls([each.value for each in distances], etas) and abs(limit.value) <= ERRORS * limit.stderr,
+            f"{last[-1].time:.3g}: {distance_fall}; extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; "
+            f"{ERRORS:g} standard errors from 0 allowed",
+            {does_not_fall: distances[-1][0] >= allowed_distance, off: _is_off(limit, 0.0)},
+            [(distances[-1][1], allowed_distance / ERRORS)],
         ),
         judged(
             "without label noise, with the exact conditionals as targets, nothing drifts along the minimizers.",
             f"started off the minimizers, it returns to them at a trace of {control[0]:.6g}, which then changes by "
             f"{drift:.1e} of the {fall:.3g} that sampled answers take off in that time; {CONTROL_ALLOWED:.0e} allowed",
-            shown=fall > 0 and drift <= CONTROL_ALLOWED,
+            {"sampled answers take nothing off": fall <= 0, "it changes by more": drift > CONTROL_ALLOWED},
         ),
     ]
     return [dataclasses.replace(statement, text=f"{name}: {statement.text}") for statement in statements]
@@ -718,40 +731,57 @@ def _statement(
     trajectories: int,
     text: str,
     evidence: str,
+    failures: Mapping[str, bool],
     needed: Sequence[tuple[float, float]] = (),
     *,
     settled: bool,
-    shown: bool,
     contradicted: bool = False,
 ) -> Statement:
-    """Return a statement; where nothing decides it, with how many trajectories would bring the errors in `needed`.
+    """Return a statement, shown unless one of `failures` is so or an error in `needed` is above what it may be.
 
-    If SGD has not settled on the flow, no number of trajectories would.
+    The evidence of a statement that is not shown ends with the reasons, and with how many trajectories would bring the
+    errors that are needed. If SGD has not settled on the flow, no number of trajectories would.
     """
+    reasons = [reason for reason, failed in failures.items() if failed]
     # the square of how far each is from what is allowed: a standard error falls as the root of their number
     factor = max([(error / allowed) ** 2 for error, allowed in needed], default=0.0)
-    if needed and not (shown or contradicted or settled):
-        evidence += (
-            "; the error of the trace does not fall with the step size, which more trajectories do not change. Along "
+    if factor > 1:
+        wanted = (
+            f": it takes about {float(f'{trajectories * factor:.2g}'):,.0f} trajectories or more" if settled else ""
+        )
+        reasons.append(f"the run is too imprecise to tell{wanted}")
+    if needed and reasons and not settled:
+        reasons.append(
+            "the error of the trace does not fall with the step size, which more trajectories do not change. Along "
             "an eigenvalue h of the Hessian at the start, SGD settles at about K = eta / h: if that is late for the "
             "least h above 0, try another start or smaller step sizes"
         )
-    elif not (shown or contradicted) and factor > 1:
-        wanted = float(f"{trajectories * factor:.2g}")
-        evidence += f"; the run is too imprecise to tell: it takes about {wanted:,.0f} trajectories or more"
-    return Statement(text=text, evidence=evidence, shown=shown, contradicted=contradicted)
+    if reasons and not contradicted:
+        evidence = "; ".join([evidence, *reasons])
+    return Statement(text=text, evidence=evidence, shown=not reasons, contradicted=contradicted)
 
 
-def _falls(errors: Sequence[float], etas: Sequence[float]) -> bool:
-    # they fall as eta; its root leaves room for their sampling errors, and a constant rest fails
-    pairs = itertools.pairwise(zip(errors, etas, strict=True))
-    return all(error < before * math.sqrt(eta / larger) for (before, larger), (error, eta) in pairs)
+def _fall(errors: Sequence[tuple[float, float]], etas: Sequence[float], unit: str = "") -> tuple[str, float]:
+    """Return errors at each step size with the rule of their fall, and what the last must be below.
+
+    So must 3 of its standard errors: else few trajectories would show any fall. Errors in between are not judged: one
+    that changes its sign is small for a while, and then larger.
+    """
+    allowed = errors[0][0] * (etas[-1] / etas[0]) ** FALL
+    figures = ", ".join(f"{rounded(*error)}{unit} at eta = {eta:g}" for error, eta in zip(errors, etas, strict=True))
+    return (
+        f"{figures}; the last, and {ERRORS:g} times its standard error, must be below {allowed:.2g}{unit}, which is "
+        f"({etas[-1]:g} / {etas[0]:g})^{FALL:g} times the first",
+        allowed,
+    )
 
 
-def _is_near(estimate: Estimate, wanted: float) -> bool:
-    # an upper bound on the error, too: else few trajectories would show any coefficient
-    is_within = abs(estimate.value - wanted) <= ERRORS * estimate.stderr
-    return is_within and estimate.stderr <= PRECISION * wanted
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(value**2 for value in values) / len(values))
+
+
+def _is_off(estimate: Estimate, wanted: float) -> bool:
+    return abs(estimate.value - wanted) > ERRORS * estimate.stderr
 
 
 def is_far(estimate: Estimate, wanted: float) -> bool:
@@ -764,10 +794,6 @@ def is_far(estimate: Estimate, wanted: float) -> bool:
 
 def _minus(estimate: Estimate) -> str:
     return rounded(-estimate.value, estimate.stderr)
-
-
-def _over_steps(figures: Iterable[str], etas: Sequence[float]) -> str:
-    return ", ".join(f"{figure} at eta = {eta:g}" for figure, eta in zip(figures, etas, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
