@@ -188,7 +188,8 @@ def test_what_is_not_measured_is_read_for_its_tokens(capsys, folder, tmp_path):
     assert (details["sequences"], details["auxiliary_sequences"], details["auxiliary_directions"]) == (400, 4000, 16)
     assert details["auxiliary_bigrams"]
     sentence = (
-        "adjusted to all 4,000 sequences by their tokens: how probable each is after the one before "
+        "adjusted with the tokens of all 4,000 sequences, to lower the error (control variates: how probable each is "
+        "after the one before "
         "and 16 directions of their mean embedding"
     )
     assert sentence in " ".join(call(capsys, tmp_path / "loud", *data).out.split())

@@ -100,7 +100,7 @@ def test_what_stands_behind_the_samples_stays_in_a_combination():
 
 def test_two_series_are_compared_where_they_have_one_loss():
     a = run("a", [3.0, 2.0, 1.0], [10.0, 20.0, 40.0])
-    b = run("b", [2.5, 2.001, 0.5], [9.0, 16.0, 40.0])
+    b = run("b", [2.5, 2.001, 0.5], [9.0, 16.0, 38.0])
     comparison = compared(a | b)
     found = pairs(comparison, *comparison.series.items(), 0.01)
     # by equivalence; between neighbors, on either side; 3.0 and 0.5 are never extrapolated to
@@ -112,7 +112,7 @@ def test_two_series_are_compared_where_they_have_one_loss():
     middle, last = found[1].comparison, found[-1].comparison
     assert middle.ratio("trace", "b", "a")[0] == pytest.approx(16 / 20)
     weight = (1.0 - 2.001) / (0.5 - 2.001)
-    assert last.models["b"]["trace"].value == pytest.approx((1 - weight) * 16 + weight * 40)
+    assert last.models["b"]["trace"].value == pytest.approx((1 - weight) * 16 + weight * 38)
     assert [pair.comparison.verdict().flattest for pair in found] == ["b", "b", "b"]
     text = str(comparison)
     assert "There are 3 pairs at the same loss. By both traces, a is flatter in none of them and b in 3." in text
@@ -130,6 +130,18 @@ def test_two_series_are_compared_where_they_have_one_loss():
     assert page.count('class="chart"') == 3
     assert 'a at step 20\\nb at step 20"' in page
     assert page.count("a between steps 10 and 20</") == 1
+
+
+@pytest.mark.parametrize(("trace", "flattest"), [(8.0, "c"), (11.0, None), (29.0, None), (33.0, "a")])
+def test_only_a_trace_beyond_both_neighbors_gives_a_verdict_on_an_interpolated_one(trace, flattest):
+    # at a loss of 2.5 the line gives 20, but between 10 and 30 it may bend
+    comparison = compared(run("a", [3.0, 2.0], [10.0, 30.0]) | {"c": model(2.5, trace, 3)})
+    found = pairs(comparison, *comparison.series.items(), 0.01)[0].comparison.verdict()
+    assert found.flattest == flattest
+    if flattest is None:
+        assert found.reasons == ("interpolated",)
+        assert "but a's trace is interpolated between 10.000 ± 0.012 and 30.000 ± 0.012, and c's, " in str(found)
+        assert "is not shown to be beyond both. Next: measure a checkpoint between these two steps, or" in str(found)
 
 
 def test_series_of_which_neither_is_flatter_are_said_so_in_words():

@@ -340,7 +340,10 @@ class ModelComparison(TraceComparison):
                 rounded(end, most.stderr).split(" ±")[0] for end in equivalence(most, self.loss_margin).interval
             )
             detail += f"; the test, one at 5 % for each side of the margin, takes the 90 % interval, {low} to {high}"
-        default = f" (the margin that was set; the default is {LOSS_MARGIN:g})" * (self.loss_margin != LOSS_MARGIN)
+        default = ""
+        if self.loss_margin != LOSS_MARGIN:
+            differ = "they differ, but not by more than " * (p_value(most) < 0.05)
+            default = f" ({differ}the margin that was set; the default is {LOSS_MARGIN:g})"
         answer = {
             True: f"Yes, within ± {self.loss_margin:g} nats{default}",
             False: f"No, {abs(most.value):.3g} nats apart",

@@ -125,7 +125,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
     if panels[0].intervals and len(others) <= len(data.COLORS):
         at_one = (
             "A row for each pair, from the largest loss to the smallest; a series without a checkpoint at this loss is "
-            "interpolated."
+            "interpolated, and the intervals do not cover how its trace bends between two steps."
         )
         of_pairs = [each.row for each in panels[0].intervals]
         charts["pairs", "At the same loss", at_one] = intervals(panels, of_pairs, note=BARS)

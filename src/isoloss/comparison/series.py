@@ -79,7 +79,9 @@ def pairs(
 
     A checkpoint is paired with the checkpoint of the other series with the nearest loss, if both losses are shown to be
     the same within the margin. Otherwise the other series is interpolated between its last two neighbors whose losses
-    enclose this one. Nothing is extrapolated. Copies of an earlier checkpoint in their series have no pair.
+    enclose this one. As a trace may bend between them, such a pair has a verdict only where the checkpoint's traces are
+    beyond those of both neighbors. Nothing is extrapolated. Copies of an earlier checkpoint in their series have no
+    pair.
     """
     first, second = ((name, without_copies(comparison, series)) for name, series in (first, second))
     found: list[Pair] = []
@@ -98,6 +100,7 @@ def pairs(
                 theirs = f"{other_name} at step {at:,}" if len(others) > 1 else other_name
                 estimates = dict(comparison.models[partner])
                 paired.add(partner)
+                made = {}
             else:
                 enclosing = _enclosing(comparison, others, loss.value)
                 if enclosing is None:
@@ -106,11 +109,12 @@ def pairs(
                 theirs = f"{other_name} between steps {enclosing[0]:,} and {enclosing[1]:,}"
                 lower, upper = (comparison.models[others[at]] for at in enclosing)
                 estimates = interpolated(lower, upper, loss)
+                made = {other_name: (lower, upper)}
             two = {other_name: (partner, estimates), name: (model, dict(comparison.models[model]))}
             words = (theirs, mine)
             if name == first[0]:
                 two, words = dict(reversed(two.items())), (mine, theirs)
-            of_two = _of_two(comparison, two, () if same else (other_name,))
+            of_two = _of_two(comparison, two, made)
             found.append(Pair(first=words[0], second=words[1], loss=loss, comparison=of_two))
     return sorted(found, key=lambda pair: -pair.loss.value)
 
@@ -125,7 +129,9 @@ def _enclosing(comparison: TraceComparison, series: Series, loss: float) -> tupl
 
 
 def _of_two(
-    comparison: TraceComparison, two: Mapping[str, tuple[str, Mapping[str, Estimate]]], made: tuple[str, ...]
+    comparison: TraceComparison,
+    two: Mapping[str, tuple[str, Mapping[str, Estimate]]],
+    made: Mapping[str, tuple[Mapping[str, Estimate], Mapping[str, Estimate]]],
 ) -> TraceComparison:
     shown = ("loss", *comparison.traces)
     models = {name: {each: estimates[each] for each in shown} for name, (_, estimates) in two.items()}

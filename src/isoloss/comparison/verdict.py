@@ -17,7 +17,7 @@ import html
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from isoloss.checkpoints.places import series_of
@@ -56,6 +56,7 @@ Reason = Literal[
     "near",
     "disagree",
     "rare",
+    "interpolated",
 ]
 REASONS: Mapping[Reason, str] = {  # why no model is called the flattest, in a few words
     "weights": "identical weights",
@@ -69,6 +70,7 @@ REASONS: Mapping[Reason, str] = {  # why no model is called the flattest, in a f
     "near": "the traces are too close to each other",
     "disagree": "trace and minimal trace disagree",
     "rare": "one input makes up much of the error",
+    "interpolated": "the interpolation between two steps cannot tell",
 }
 
 # of two models: the 95 % interval of their difference then ends before 0
@@ -107,7 +109,8 @@ class TraceComparison(Tabular):
         weights: The SHA-256 of each model's parameters, which identifies copies.
         architectures: The SHA-256 of each model's layers, their shapes and its activations.
         no_minimal: Why the minimal traces were not measured, though they were asked for.
-        interpolated: The models that are no checkpoints but lie between two, so that they are copies of none.
+        interpolated: The models that are no checkpoints but lie between two, so that they are copies of none, each with
+            the estimates of these two.
         documents: Where each sample is and how it begins, if the samples are documents of a text.
     """
 
@@ -115,7 +118,7 @@ class TraceComparison(Tabular):
     weights: Mapping[str, str]
     architectures: Mapping[str, str]
     no_minimal: str = ""
-    interpolated: tuple[str, ...] = ()
+    interpolated: Mapping[str, tuple[Mapping[str, Estimate], Mapping[str, Estimate]]] = field(default_factory=dict)
     documents: tuple[str, ...] = ()
 
     @property
@@ -446,7 +449,9 @@ def _reasons(
         yield "open", said
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
-    # last: a rare input is a reason only where there would be a verdict otherwise
+    # of the last two, each is a reason only where there would be a verdict otherwise
+    elif between := _between(comparison, names):
+        yield "interpolated", f"{said}, but {between}."
     elif warning := rarity(_differences(comparison, best["trace"], names), comparison.documents):
         without = _without_rare(comparison, best["trace"], names, loss_margin, min_ratio)
         yield "rare", f"{said}, but {warning}. {without}"
@@ -474,6 +479,24 @@ def _reasons(
         would = f" They are shown to be within {(math.floor(1000 * widest) + 1) / 1000:g} nats."
         would *= not differ and math.isfinite(widest)
         yield "loss" if differ else "loss open", f"{found} {loss_margin:g} nats: {ends}{listed(losses)} nats.{would}"
+
+
+def _between(comparison: TraceComparison, names: Mapping[str, str]) -> str:
+    """Return that a model is not shown to be beyond both neighbors of an interpolated one; empty where all are.
+
+    Between its neighbors a trace may bend, but hardly leave their range.
+    """
+    for made, ends in comparison.interpolated.items():
+        for name, trace in itertools.product(comparison.models.keys() - {made}, comparison.traces):
+            own = comparison.models[name][trace]
+            intervals = [paired_difference(own, end[trace]).ci95 for end in ends]
+            if not (min(low for low, _ in intervals) > 0 or max(high for _, high in intervals) < 0):
+                one, other = (number(end[trace]) for end in ends)
+                return (
+                    f"{names[made]}'s {trace.replace('-', ' ')} is interpolated between {one} and {other}, and "
+                    f"{names[name]}'s, {number(own)}, is not shown to be beyond both"
+                )
+    return ""
 
 
 def _conventions(least: Estimate) -> tuple[str, ...]:
@@ -555,12 +578,16 @@ def _without_rare(
 
 def _without(comparison: TraceComparison, sample: int) -> TraceComparison:
     judged = ("loss", *comparison.traces)
-    models = {
-        model: {name: without_sample(each, sample) if name in judged else each for name, each in estimates.items()}
-        for model, estimates in comparison.models.items()
-    }
-    documents = (*comparison.documents[:sample], *comparison.documents[sample + 1 :])
-    return dataclasses.replace(comparison, models=models, documents=documents)
+
+    def left(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
+        return {name: without_sample(each, sample) if name in judged else each for name, each in estimates.items()}
+
+    return dataclasses.replace(
+        comparison,
+        models={model: left(estimates) for model, estimates in comparison.models.items()},
+        interpolated={name: (left(one), left(other)) for name, (one, other) in comparison.interpolated.items()},
+        documents=(*comparison.documents[:sample], *comparison.documents[sample + 1 :]),
+    )
 
 
 def unlike(models: Mapping[str, Estimate]) -> tuple[str, str] | None:
@@ -593,6 +620,8 @@ def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool, *, is_seri
         )
     if "loss" not in reasons and not reasons.keys().isdisjoint({"open", "rare", "loss open"}):
         steps.append(f"take {more}")
+    if "interpolated" in reasons:
+        steps.append("measure a checkpoint between these two steps")
     if "near" in reasons:
         steps.append("let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO)")
     if not with_tasks:

@@ -177,7 +177,8 @@ def adjustment(trace: Estimate) -> str:
     used = ["how probable each is after the one before"] if details.get("auxiliary_bigrams") else []
     used += [f"{number} direction{'s' if number > 1 else ''} of their mean embedding"] if number else []
     if used:
-        return f"adjusted to all {details['auxiliary_sequences']:,} sequences by their tokens: {' and '.join(used)}"
+        tokens = f"adjusted with the tokens of all {details['auxiliary_sequences']:,} sequences, to lower the error"
+        return f"{tokens} (control variates: {' and '.join(used)})"
     if details.get("auxiliary_differs"):
         return "not adjusted to the rest of the data by its tokens: those that were measured differ from them"
     return ""

@@ -88,11 +88,26 @@ def test_a_precise_miss_is_contradicted():
         (lambda theta: two(theta) + (theta["a"] - 2.0) / 2, {}, "not normalized at all parameters"),
         (two, {"conditionals": torch.tensor([[0.7, 0.2]])}, "conditionals has the shape"),
         (two, {"weights": torch.tensor([0.5, 0.5])}, "weights has the shape"),
+        (lambda theta: two(theta).float(), {}, "log_probs gives float32; it must compute in float64"),
     ],
 )
 def test_tables_that_are_refused(log_probs, more, message):
     with pytest.raises(IsolossError, match=message):
         LogProbsModel(log_probs, START, **more)
+
+
+def test_the_least_eigenvalue_is_that_of_the_hessian():
+    model = MaskedLM(seed=2)
+
+    def loss(theta):
+        return -(model.minimizers.model.log_probs(theta) * torch.tensor(model.weights)[:, None] * truth).sum()
+
+    truth = torch.tensor(model.conditionals)
+    hessian = torch.autograd.functional.hessian(loss, torch.tensor(model.minimizer))
+    eigenvalues = torch.linalg.eigvalsh(hessian)
+    rank = truth.shape[0] * (truth.shape[1] - 1)
+    assert eigenvalues[:-rank].abs().max() < 1e-9
+    assert model.least_eigenvalue == pytest.approx(float(eigenvalues[-rank]), rel=1e-6)
 
 
 def test_a_start_where_the_flow_rests_is_refused():

@@ -31,9 +31,11 @@ def verdicts(statements):
     return [statement.shown for statement in statements]
 
 
-def statements_of(found, settings=SMALL, start=None):
+def statements_of(found, settings=SMALL, start=None, **more):
     start = start or settings.flow_trace(0.0, 1)
-    return judge("model", found.rows, found.limits, found.control, coefficient=settings.coefficient, start=start)
+    return judge(
+        "model", found.rows, found.limits, found.control, coefficient=settings.coefficient, start=start, **more
+    )
 
 
 def judged(found, settings=SMALL, **changes):
@@ -244,6 +246,14 @@ def test_more_trajectories_are_not_advised_where_the_error_does_not_fall(found):
         first = statements_of(dataclasses.replace(swapped, limits=limits))[0]
         assert not first.shown
         assert ("which more trajectories do not change" in first.evidence) == told
+    # when SGD settles, once, against the end of the run
+    spoiled = dataclasses.replace(
+        swapped, limits=tuple(dataclasses.replace(one, coefficient=estimate(0.3)) for one in off)
+    )
+    first, second, *_ = statements_of(spoiled, least_eigenvalue=0.002)
+    at = "h = 0.002, at K = 12.5 for eta = 0.025 and 50 for eta = 0.1; the run ends at K = 2. If that is too late, try"
+    assert at in first.evidence
+    assert second.evidence.endswith("which more trajectories do not change")
 
 
 @pytest.mark.parametrize(

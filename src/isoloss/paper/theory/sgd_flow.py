@@ -144,6 +144,11 @@ class Minimizers:
         normals: torch.Tensor = rows[sizes > RANK_TOLERANCE * sizes[0]]
         return normals
 
+    def least_eigenvalue(self, theta: torch.Tensor) -> float:
+        """Return the least eigenvalue above 0 of the Hessian at a minimizer."""
+        sizes = torch.linalg.svdvals(self.root(theta))
+        return float(sizes[sizes > RANK_TOLERANCE * sizes[0]].min().square())
+
     def project(self, theta: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
         """Return the part of a (P,) vector in the null space of the Hessian at a minimizer: along the manifold."""
         normals = self.normals(theta)
@@ -315,6 +320,11 @@ class LogProbsModel:
             return log_probs(values if isinstance(start, Mapping) else values[""])
 
         flat = torch.cat([part.detach().flatten() for part in parts.values()]).double()
+        if (found := of_flat(flat).dtype) is not torch.float64:
+            raise IsolossError(
+                f"{name}: log_probs gives {str(found).removeprefix('torch.')}; it must compute in float64, with inputs "
+                "and constants of this type"
+            )
         truth = of_flat(flat).detach().exp() if conditionals is None else conditionals.double()
         if weights is None:
             weights = torch.full(truth.shape[:1], 1 / len(truth), dtype=torch.float64)
@@ -349,6 +359,11 @@ class LogProbsModel:
         # it would have no outcome
         self._cumulative: Array = np.cumsum((tables["weights"][:, None] * truth).numpy())
         self._cumulative[-1] = 1.0
+
+    @property
+    def least_eigenvalue(self) -> float:
+        """The least eigenvalue above 0 of the Hessian at the start; along it SGD settles at about K = eta over it."""
+        return self.minimizers.least_eigenvalue(torch.tensor(self.minimizer))
 
     def settings(self, **changes: Any) -> Settings:
         """Return `Settings` for this model; `changes` override the defaults, which follow from its trace.
@@ -641,12 +656,14 @@ def judge(
     *,
     coefficient: float,
     start: float,
+    least_eigenvalue: float | None = None,
 ) -> list[Statement]:
     """Return the statements with their verdicts.
 
     The rows come for each batch size, each step size from large to small, and each time; `limits` are the same at step
-    size 0, `control` the traces over time without label noise, `start` the trace at the start. Theorem 3.3 is about
-    small step sizes, so verdicts are given at the limit; at a finite step size the error is a constant times its size.
+    size 0, `control` the traces over time without label noise, `start` the trace at the start and
+    `least_eigenvalue` that of the Hessian there, where it is known. Theorem 3.3 is about small step sizes, so verdicts
+    are given at the limit; at a finite step size the error is a constant times its size.
     """
     least = rows[0].batch_size
     single = [row for row in rows if row.batch_size == least]
@@ -672,8 +689,10 @@ def judge(
     falls = errors[-1][0] < allowed_error
     does_not_fall = f"from eta = {etas[0]:g} to {etas[-1]:g} it does not fall that fast"
     off = f"off by more than {ERRORS:g} standard errors"
-    # otherwise there are errors beyond sampling that do not fall with the step size
-    judged = functools.partial(_statement, last[0].trace.samples, settled=falls or not off_times)
+    # errors beyond sampling that do not fall with the step size
+    unsettled = "the error of the trace does not fall with the step size, which more trajectories do not change"
+    unsettled *= not falls and bool(off_times)
+    judged = functools.partial(_statement, last[0].trace.samples, unsettled=unsettled)
     statements = [
         judged(
             "as the step size goes to 0, SGD's mean trace after K / eta^2 steps becomes that of the flow "
@@ -686,6 +705,7 @@ def judge(
                 "from": bool(off_times),
             },
             [(errors[-1][1], allowed_error / ERRORS)],
+            unsettled=unsettled and f"{unsettled}. {_settling(least_eigenvalue, etas, at_zero[-1].time)}",
         ),
         judged(
             f"the coefficient of the flow that SGD follows is -{coefficient:g} / B.",
@@ -734,31 +754,34 @@ def _statement(
     failures: Mapping[str, bool],
     needed: Sequence[tuple[float, float]] = (),
     *,
-    settled: bool,
+    unsettled: str,
     contradicted: bool = False,
 ) -> Statement:
     """Return a statement, shown unless one of `failures` is so or an error in `needed` is above what it may be.
 
     The evidence of a statement that is not shown ends with the reasons, and with how many trajectories would bring the
-    errors that are needed. If SGD has not settled on the flow, no number of trajectories would.
+    errors that are needed. If SGD has not settled on the flow, as `unsettled` says, no number of trajectories would.
     """
     reasons = [reason for reason, failed in failures.items() if failed]
     # the square of how far each is from what is allowed: a standard error falls as the root of their number
     factor = max([(error / allowed) ** 2 for error, allowed in needed], default=0.0)
     if factor > 1:
-        wanted = (
-            f": it takes about {float(f'{trajectories * factor:.2g}'):,.0f} trajectories or more" if settled else ""
-        )
-        reasons.append(f"the run is too imprecise to tell{wanted}")
-    if needed and reasons and not settled:
-        reasons.append(
-            "the error of the trace does not fall with the step size, which more trajectories do not change. Along "
-            "an eigenvalue h of the Hessian at the start, SGD settles at about K = eta / h: if that is late for the "
-            "least h above 0, try another start or smaller step sizes"
-        )
+        wanted = f": it takes about {float(f'{trajectories * factor:.2g}'):,.0f} trajectories or more"
+        reasons.append(f"the run is too imprecise to tell{wanted * (not unsettled)}")
+    if needed and reasons and unsettled:
+        reasons.append(unsettled)
     if reasons and not contradicted:
         evidence = "; ".join([evidence, *reasons])
     return Statement(text=text, evidence=evidence, shown=not reasons, contradicted=contradicted)
+
+
+def _settling(least_eigenvalue: float | None, etas: Sequence[float], end: float) -> str:
+    """Return when SGD settles on the flow, against the end of the run, and what to do where that is too late."""
+    text = "Along an eigenvalue h of the Hessian at the start, SGD settles at about K = eta / h"
+    if least_eigenvalue is not None:
+        times = " and ".join(f"{eta / least_eigenvalue:.3g} for eta = {eta:g}" for eta in (etas[0], etas[-1]))
+        text += f": along the least above 0, h = {least_eigenvalue:.2g}, at K = {times}; the run ends at K = {end:.3g}"
+    return f"{text}. If that is too late, try another start or smaller step sizes"
 
 
 def _fall(errors: Sequence[tuple[float, float]], etas: Sequence[float], unit: str = "") -> tuple[str, float]:
@@ -770,7 +793,7 @@ def _fall(errors: Sequence[tuple[float, float]], etas: Sequence[float], unit: st
     allowed = errors[0][0] * (etas[-1] / etas[0]) ** FALL
     figures = ", ".join(f"{rounded(*error)}{unit} at eta = {eta:g}" for error, eta in zip(errors, etas, strict=True))
     return (
-        f"{figures}; the last, and {ERRORS:g} times its standard error, must be below {allowed:.2g}{unit}, which is "
+        f"{figures}; the last and {ERRORS:g} times its standard error must each be below {allowed:.2g}{unit}, which is "
         f"({etas[-1]:g} / {etas[0]:g})^{FALL:g} times the first",
         allowed,
     )
@@ -882,7 +905,16 @@ def study(settings: Settings, *, progress: Callable[[int], None] | None = None) 
         limits += [_limit(settings, same_time, time) for *same_time, time in zip(*by_step, settings.times, strict=True)]
     control = _control(settings)
     start = settings.flow_trace(0.0, 1)
-    statements = judge(settings.model.name, rows, limits, control, coefficient=settings.coefficient, start=start)
+    statements = judge(
+        settings.model.name,
+        rows,
+        limits,
+        control,
+        coefficient=settings.coefficient,
+        start=start,
+        # a class of one's own, for another loss, need not have it
+        least_eigenvalue=getattr(settings.model, "least_eigenvalue", None),
+    )
     return Result(rows=tuple(rows), limits=tuple(limits), control=control, statements=tuple(statements))
 
 
