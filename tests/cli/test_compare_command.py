@@ -271,19 +271,20 @@ def test_a_page_of_series_without_polars_is_refused_before_anything_is_measured(
 
 
 def test_series_end_with_the_checkpoints_of_the_nearest_losses(capsys):
-    for name, checkpoint, factor in (("one", "a", 1), ("one", "b", 6), ("other", "c", 2), ("other", "c", 4)):
+    one = (("one/checkpoint-1", "a", 1), ("one/checkpoint-6", "b", 6))
+    other = (("other/step-2", "a", 1.05), ("other/step-4", "c", 4))
+    for step, checkpoint, factor in (*one, *other):
         model = GPT2LMHeadModel.from_pretrained(checkpoint)
         with torch.no_grad():
             model.transformer.wte.weight.mul_(factor)
-        step = f"{name}/checkpoint-{factor}"
         shutil.copytree(checkpoint, step)
         model.save_pretrained(step)
     out, _ = call(capsys, "one", "--output", "kept series", "other/*", *DATA, "--num-sequences=40")
-    assert "one between steps 1 and 6  other at step 4  one " in out
+    assert "one between steps 1 and 6  other at step 4  no verdict: the interpolation between two steps" in out
     (two,) = (shlex.split(line) for line in out.splitlines() if line.startswith("  isoloss "))
-    assert two[2:-2] == ["one/checkpoint-1", "other/checkpoint-2", *DATA, "--num-sequences=40"]
-    few, _ = call(capsys, "one", "other/*", *DATA, "--num-sequences=4")
+    assert two[2:-2] == ["one/checkpoint-1", "other/step-2", *DATA, "--num-sequences=40"]
+    few, _ = call(capsys, "one", "c", *DATA, "--loss-margin", "1", "--num-sequences=4")
     more = next(line for line in few.splitlines() if line.startswith("  isoloss "))
-    assert shlex.split(more)[2:] == ["one", "other/*", *DATA, "--num-sequences", "16"]
+    assert shlex.split(more)[2:] == ["one", "c", *DATA, "--loss-margin", "1", "--num-sequences", "16"]
     out, _ = call(capsys, *two[2:])
-    assert "More robust at 4 bits? one/checkpoint-1, whose loss rises less" in out
+    assert "More robust at 4 bits? other/step-2, whose loss rises less" in out

@@ -234,7 +234,9 @@ def test_what_is_not_compared_at_one_loss_is_said():
     assert text.startswith(said)
     # a comes to 2.0 only
     assert "the nearest are a/checkpoint-20 and b/checkpoint-20: second minus first is -0.5 nats" in text
-    assert "the same within 0.501 nats." in text
+    assert text.endswith("-0.5 nats, too far for that: measure checkpoints in between.")
+    tasks["b/checkpoint-20"]["loss"] = dataclasses.replace(models["a/checkpoint-20"]["loss"], value=2.0505)
+    assert "second minus first is 0.0505 nats, the same within 0.051 nats. Is that near" in compared(tasks).texts()[-1]
 
 
 def test_checkpoints_of_which_one_input_makes_up_much_of_the_error_are_named():

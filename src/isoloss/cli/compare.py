@@ -259,6 +259,8 @@ def _next(
     nearest: tuple[str, str, float] | None,
 ) -> list[str]:
     """Return the commands that may answer what this one left open, built from its own arguments."""
+    from isoloss.comparison.models import FARTHEST
+
     commands = []
     # the folder of --output has a comparison with other settings, and the files have this one's numbers
     for option in ("--output", "--html", "--csv", "--parquet", "--figure"):
@@ -272,7 +274,7 @@ def _next(
         # steps of one run have no other run to be paired with
         if None not in patterns and patterns[0] != patterns[1]:
             commands.append(common.command("compare", *arguments[:first], *patterns, *arguments[first + count :]))
-    if first is not None and nearest is not None:
+    if first is not None and nearest is not None and nearest[-1] <= FARTHEST:
         *two, margin = nearest
         others = [*arguments[:first], *two, *arguments[first + count :]]
         commands.append(common.command_with("compare", others, "--loss-margin", f"{margin:g}"))

@@ -72,6 +72,7 @@ _STATES = {
 _ROBUST = {"int4-rise": "More robust at 4 bits?", "noise-rise": "More robust to noise?"}
 _MOST_RARE = 5  # models that are named because one input makes up much of their error
 _MILLI = 1e-3  # nats, below which values are shown in thousandths
+FARTHEST = 10 * LOSS_MARGIN  # nats, beyond which two losses are not called near
 _BRIEF = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise")
 
 
@@ -317,9 +318,15 @@ class ModelComparison(TraceComparison):
                 text += (
                     " To learn which is more robust at 4 bits or to noise, or better at a task, compare two "
                     f"checkpoints alone. At the lowest loss that both reach, the nearest are {names}: second minus "
-                    f"first is {apart} nats, the same within {margin:g} nats. Is that near enough for you? If you "
-                    "report it, say that the losses were seen before the margin was set."
+                    f"first is {apart} nats, "
                 )
+                if margin > FARTHEST:
+                    text += "too far for that: measure checkpoints in between."
+                else:
+                    text += (
+                        f"the same within {margin:g} nats. Is that near enough for you? If you report it, say that the "
+                        "losses were seen before the margin was set."
+                    )
             texts.append(text)
         return texts
 
