@@ -115,6 +115,8 @@ def test_the_page_has_the_test_of_equal_loss_beside_the_verdict():
     told = f"loss: +{number(first.difference)} nats/token, within ± 0.01: shown"
     assert card_of("Does it?", same).detail.endswith(f"; {told}")
     assert "within ± 0.01: shown" not in card_of("Does it?", other).detail
+    after, before = (number(same.answer().numbers[name]) for name in ("after", "before"))
+    assert card_of("Does it?", same).detail.split("; ")[1] == f"{after} (after) against {before} nats/token (before)"
     # two claims, with two cases of one contrast each
     cases = {"a": "m0", "b": "m1"}
     both = results_of([claim(0, measures=cases), claim(1, measures=cases)], contrast(MOVES[:2], losses))

@@ -9,12 +9,12 @@ import pytest
 from scipy import stats
 
 from isoloss.lab.evaluation.external import ExternalCheckpoint
-from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PRESETS, PCFGConfig
 from isoloss.run_config import ModelConfig, OptimizerConfig, TrainConfig
 from isoloss.statistics.estimate import rounded
 from isoloss.statistics.significance import equivalence
 from isoloss.studies import Experiment, Measurement, Scale
-from isoloss.studies.answer import Comparison, below_majority, setup
+from isoloss.studies.answer import Comparison, below_majority, definitions, setup, task_of, title_of
 from isoloss.studies.results import CheckpointEstimate, Results, change
 from known_estimates import ON, estimate
 
@@ -209,9 +209,13 @@ def test_one_group_has_its_values():
 
 def test_the_setup_names_the_runs_and_defines_the_words():
     told = setup(results({"a": PLAIN, "b": PLAIN}))
-    assert told.startswith("a and b, at the end of training.")
+    assert told.startswith(
+        "4 seeds each of a and b, at the end of training. The models are bert d16 (1,000 parameters), trained on a "
+        "random layered grammar (levels 2, symbols per level 3, rules per symbol 3, vocab size 8). The trace"
+    )
     assert "smaller trace is flatter" in told
     assert "minimum over all rescalings" in told
+    assert told.endswith("Task root: the most likely symbol below the start symbol.")
     assert "majority" not in told
 
 
@@ -227,6 +231,81 @@ def test_the_setup_has_the_rates_at_which_optimizers_are_compared():
             config = dataclasses.replace(config, optimizer=OptimizerConfig(name="sgd", learning_rate=rate))
             found.experiments[name] = dataclasses.replace(found.experiments[name], config=config)
         assert told in setup(found)
+    # the names of groups may have the rates
+    for name, one in found.experiments.items():
+        optimizer = one.config.optimizer
+        group = f"{optimizer.name} {optimizer.learning_rate:g}"
+        found.experiments[name] = dataclasses.replace(one, group=group)
+    told = setup(found)
+    assert told.startswith("1 to 4 seeds each of adamw 0.001, sgd 0.02, sgd 0.01 and sgd 0.005, at the end")
+    assert "rates" not in told
+
+
+def test_the_setup_has_the_languages_of_runs_in_words():
+    found = results({"a": PLAIN})
+    for name, seed in (("a-1", 3), ("a-2", 5)):
+        one = found.experiments[name]
+        language = dataclasses.replace(LANGUAGE, seed=seed)
+        found.experiments[name] = dataclasses.replace(one, config=dataclasses.replace(one.config, language=language))
+    told = setup(found)
+    assert told.startswith("4 runs of a, ")
+    assert "trained on 3 languages, each a random layered grammar (levels 2" in told
+    for name, one in found.experiments.items():
+        config = dataclasses.replace(one.config, language=PRESETS["pcfg-laptop"][0])
+        found.experiments[name] = dataclasses.replace(one, config=config)
+    assert f"trained on pcfg-laptop ({PRESETS['pcfg-laptop'][1]})." in setup(found)
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "task", "asked", "told"),
+    [
+        (
+            "few-shot-prefix-4-50",
+            {"probe_draws": 7},
+            "prefix-4",
+            "the most likely symbol over the first 4 tokens",
+            "mean accuracy of convex probes fitted to few sentences each, over draws of these (50 training sentences; "
+            "7 draws)",
+        ),
+        (
+            "one-hot-level-1",
+            {"num_train": 50, "probe_solver": "convex"},
+            "level-1",
+            "the most likely first symbol on level 1 of the tree, where the root has level 0",
+            "accuracy of the same probe on the tokens themselves, one-hot: what a model must beat (50 training "
+            "sentences)",
+        ),
+        (
+            "probe-prefix-2-latent",
+            {"num_train": 1000},
+            "prefix-2-latent",
+            "the symbol or state that produced the sentence, for root, level-D, prefix-L and state-K",
+            "accuracy of a linear probe on the last hidden states of all tokens, concatenated (1,000 training "
+            "sentences)",
+        ),
+        (
+            "finetune-sst2",
+            {"num_train": "all", "task_data": ["sst2=moved/since"]},
+            "sst2",
+            "GLUE: whether a review is positive",
+            "accuracy of the fine-tuned model with a linear head (all training sentences)",
+        ),
+    ],
+)
+def test_tasks_and_their_accuracies_are_defined(key, settings, task, asked, told):
+    found = results({"a": {"trace": 80.0, key: 0.6}})
+    for checkpoint in found.checkpoints.values():
+        one = dataclasses.replace(checkpoint[key], unit="accuracy", settings=settings)
+        checkpoint[key] = one
+    assert task_of(key) == task
+    assert f"Task {task}: {asked}." in setup(found)
+    assert definitions(found) == [f"{title_of(key)}: {told}."]
+
+
+def test_many_accuracies_are_not_defined_one_by_one():
+    keys = [f"few-shot-root-{number}" for number in range(1, 6)]
+    assert definitions(results({"a": dict.fromkeys(keys, 0.6)})) == []
+    assert len(definitions(results({"a": dict.fromkeys(keys[1:], 0.6)}))) == 4
 
 
 def test_the_setup_has_the_accuracy_of_the_majority_class_where_it_is_known():

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from isoloss.config import LanguageConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.evaluation.external import ExternalCheckpoint
+from isoloss.lab.evaluation.measures.base import make_measure
+from isoloss.lab.evaluation.measures.transfer import TaskMeasure
+from isoloss.lab.languages.config import PRESETS
+from isoloss.registry import LANGUAGES, MEASURES, TASKS
 from isoloss.report.html import Card, IntervalRow, Tone
 from isoloss.run_config import TrainConfig
 from isoloss.statistics.comparison import independent_difference
@@ -46,6 +53,7 @@ ANSWERS: Mapping[Verdict, str] = {  # to a question that the claim affirms
     Verdict.NO_VERDICT: "No verdict",
 }
 MOST_CARDS = 3
+_MOST_NAMED = 4  # groups, models, languages or accuracies in a sentence
 _ALPHA = 0.05
 _CHECKS = GATES[:-1]  # what the primary claim waits for
 _TITLES = {
@@ -98,7 +106,7 @@ def card_of(label: str, result: ClaimResult) -> Card:
         return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
     others, same_loss = [each for each in result.answers if each is not answer], _gate(answer)
     effect, mixed = format_difference(answer.difference), not gate and len({a.verdict for a in result.answers}) > 1
-    words = [f"{_title(answer, result.claim)}: {detail(answer.difference)}"]
+    words = [f"{_title(answer, result.claim)}: {detail(answer.difference)}", *_levels(answer)]
     if answer.verdict is Verdict.NOT_TESTED and same_loss is not None and not same_loss.shown:
         value = "Not tested: the losses may differ"
         words = [f"by {format_difference(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
@@ -128,6 +136,15 @@ def card_of(label: str, result: ClaimResult) -> Card:
     if mixed and result.claim.measures == "flatness":
         words.append("where these disagree, the scale of the weights may decide the trace")
     return Card(label=label, value=value, detail="; ".join(words), tone=tone)
+
+
+def _levels(answer: Answer) -> list[str]:
+    """Return the two means whose difference is judged; empty: it is a slope, or not of these as they are."""
+    means = list(answer.numbers.items())[:-1]
+    if len(means) != 2 or "difference" not in answer.numbers:
+        return []
+    (first, one), (second, two) = means
+    return [f"{number(two)} ({second}) against {number(one)} {_unit(one)} ({first})"]
 
 
 def _gate(answer: Answer) -> Equivalence | None:
@@ -426,13 +443,12 @@ def title_of(key: str) -> str:
 
 
 def setup(results: Results) -> str:
-    """Return a sentence or two on what was measured, which define the words that the page uses."""
+    """Return what was trained and measured in a few sentences, which define the words that the page uses."""
     comparison = Comparison(results)
-    names = list(comparison.groups)
-    shown = [*names[:4], f"{len(names) - 4} more"] if len(names) > 4 else names
     on = {e.config.measured_on for e in results.experiments.values() if isinstance(e.config, ExternalCheckpoint)}
     where = f"measured on {' and '.join(sorted(on))}" if on else "at the end of training"
-    words, keys = [f"{_listed(shown)}, {where}.", *_rates(results)], results.keys
+    seeds = "" if on else _seeds(comparison)
+    words, keys = [f"{seeds}{_some(comparison.groups)}, {where}.", *_trained(results), *_rates(results)], results.keys
     if "kl" in keys:
         words.append("The KL to the truth is the loss above its smallest possible value.")
     if "trace" in keys:
@@ -444,30 +460,142 @@ def setup(results: Results) -> str:
         words.append(
             "The minimal trace is its minimum over all rescalings of the weights that leave every prediction unchanged."
         )
-    if probes := [key for key in keys if key.startswith("probe-")]:
-        words.append("A probe is a linear classifier on the model's features, for a downstream task.")
-        if rates := list(filter(None, (_majority(results, key) for key in probes))):
-            words.append(f"The majority class alone has an accuracy of {', '.join(rates)}.")
-    return " ".join(words)
+    return " ".join([*words, *_tasks(results)])
+
+
+def _seeds(comparison: Comparison) -> str:
+    """Return how many seeds each group of runs has, or how many runs where there are several languages."""
+    counts = sorted(map(len, comparison.groups.values()))
+    languages = {language for replicates in comparison.groups.values() for language, _ in replicates}
+    number = " to ".join(dict.fromkeys(f"{count:,}" for count in (counts[0], counts[-1])))
+    kind = ("seed" if len(languages) == 1 else "run") + "s" * (counts[-1] > 1)
+    return f"{number} {kind}{' each' * (len(counts) > 1)} of "
+
+
+def _trained(results: Results) -> list[str]:
+    """Return which models were trained on which languages, in a sentence."""
+    models: dict[str, None] = {}
+    languages: dict[str, set[str]] = {}
+    for name, experiment in results.experiments.items():
+        config = experiment.config
+        if isinstance(config, TrainConfig) and results.of_run(name):
+            models[f"{config.model} ({results.run(name).result()['num_parameters']:,} parameters)"] = None
+            languages.setdefault(_language(config.language), set()).add(repr(config.language))
+    each = [f"{len(alike)} languages, each {text}" if len(alike) > 1 else text for text, alike in languages.items()]
+    return [f"The models are {_some(models)}, trained on {_some(each)}."] if models else []
+
+
+def _language(config: LanguageConfig) -> str:
+    """Return what `isoloss ls languages` says of a language; of one that is no preset, with its numbers."""
+    if preset := next((f"{name} ({text})" for name, (one, text) in PRESETS.items() if one == config), ""):
+        return preset
+    numbers = [
+        f"{name.replace('_', ' ')} {value:,}"
+        for name, value in vars(config).items()
+        # 0 and -1 leave something out
+        if name != "seed" and isinstance(value, int | float) and value > 0
+    ]
+    return LANGUAGES.summary(config.kind).rstrip(".") + f" ({', '.join(numbers)})" * bool(numbers)
 
 
 def _rates(results: Results) -> list[str]:
     """Return the learning rates of each optimizer in a sentence, where runs differ in these."""
     rates: dict[str, set[float]] = {}
     of_runs = set()
-    for config in (each.config for each in results.experiments.values() if isinstance(each.config, TrainConfig)):
+    groups: dict[str, bool] = {}  # and whether its name has its rates
+    for name, experiment in results.experiments.items():
+        config, group = experiment.config, experiment.group or name
+        if not isinstance(config, TrainConfig):
+            continue
         optimizers = [stage.optimizer or config.optimizer for stage in config.stages] or [config.optimizer]
         of_runs.add(tuple((optimizer.name, optimizer.learning_rate) for optimizer in optimizers))
+        numbers = {float(number) for number in re.findall(r"\d+\.?\d*(?:e-?\d+)?", group)}
+        groups[group] = groups.get(group, True) and numbers >= {each.learning_rate for each in optimizers}
         for optimizer in optimizers:
             rates.setdefault(optimizer.name, set()).add(optimizer.learning_rate)
     if len(of_runs) < 2 or sum(map(len, rates.values())) < 2:
         return []
+    are_named = len(groups) <= _MOST_NAMED and all(groups.values())
     listed = "; ".join(
         f"{name} at {_listed([f'{rate:g}' for rate in sorted(of_one)])}" for name, of_one in rates.items()
     )
     if any(len(of_one) > 1 for of_one in rates.values()):
-        return [f"Learning rates: {listed}."]
-    return [f"Each optimizer has one learning rate, and at other rates the answer may differ: {listed}."]
+        return [] if are_named else [f"Learning rates: {listed}."]
+    one = "Each optimizer has one learning rate, and at other rates the answer may differ"
+    return [f"{one}." if are_named else f"{one}: {listed}."]
+
+
+def _tasks(results: Results) -> list[str]:
+    """Return what each task asks, in a sentence, and the accuracy of its majority class."""
+    tasks: dict[str, list[str]] = {}
+    for key in results.keys:
+        if task := task_of(key):
+            tasks.setdefault(task, []).append(key)
+    words = []
+    if any(not key.startswith("finetune-") for keys in tasks.values() for key in keys):
+        words.append("A probe is a linear classifier on the model's features, for a downstream task.")
+    languages = [e.config.language for e in results.experiments.values() if e.config.language is not None]
+    words += [f"Task {task}: {asked}." for task in tasks if (asked := _asked(task, languages))]
+    if rates := list(filter(None, (_majority(results, task, keys) for task, keys in tasks.items()))):
+        words.append(f"The majority class alone has an accuracy of {', '.join(rates)}.")
+    return words
+
+
+def task_of(key: str) -> str:
+    """Return the task that an estimate is an accuracy on; empty: it is none."""
+    try:
+        return MEASURES.match(key)[1].get("TASK", "")
+    except IsolossError:  # an estimate may have a name of its own
+        return ""
+
+
+def _asked(task: str, languages: Sequence[LanguageConfig]) -> str:
+    """Return what a task asks, as `isoloss ls tasks` says it; empty: it is known to the language alone."""
+    texts = {pattern: text for language in languages for pattern, text in language.task_patterns.items()}
+    texts |= {name: TASKS.summary(name) for name in TASKS if name not in texts}
+    first, _, last = task.rpartition("-")
+    for pattern, text in texts.items():
+        stem, _, end = pattern.rpartition("-")
+        about = text.partition(" (")[0]
+        # NAME-latent is of all other tasks
+        if task == pattern or (stem.isupper() and last == end):
+            return about
+        # prefix-L is the symbol over the first L tokens
+        if first == stem and end.isupper():
+            return re.sub(rf"\b{end}\b", last, about, flags=re.IGNORECASE)
+    return ""
+
+
+def definitions(results: Results) -> list[str]:
+    """Return what each accuracy on a task is, in a sentence; nothing where there are many."""
+    keys, first = [key for key in results.keys if task_of(key)], next(iter(results.checkpoints.values()))
+    told = [f"{title_of(key)}: {definition(key, first[key].settings)}." for key in keys]
+    return told if len(told) <= _MOST_NAMED else []
+
+
+def definition(key: str, settings: Mapping[str, Any]) -> str:
+    """Return what an accuracy on a task is, with how many training sentences and draws.
+
+    Example:
+        >>> from isoloss.studies.answer import definition
+        >>> definition("one-hot-prefix-4", {"num_train": 50, "probe_solver": "convex"})
+        'accuracy of the same probe on the tokens themselves, one-hot: what a model must beat (50 training sentences)'
+    """
+    about = MEASURES.summary(MEASURES.match(key)[0]).partition(", e.g. ")[0].rstrip(".")
+    text = about[:1].lower() + about[1:]
+    decisive = ("num_train", "probe_draws", "probe_solver")
+    measure = make_measure(key, {name: settings[name] for name in decisive if name in settings})
+    if not isinstance(measure, TaskMeasure):
+        return text
+    number, draws = measure.drawn()
+    sentences = "all training sentences" if isinstance(number, str) else f"{number:,} training sentences"
+    return f"{text} ({sentences}{f'; {draws} draws' if draws else ''})"
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first few names as a list in a sentence, and how many more there are."""
+    first = [*names]
+    return _listed([*first[:_MOST_NAMED], f"{len(first) - _MOST_NAMED} more"] if len(first) > _MOST_NAMED else first)
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -475,11 +603,11 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def _majority(results: Results, key: str) -> str:
+def _majority(results: Results, task: str, keys: Sequence[str]) -> str:
     """Return the accuracy of always guessing a task's most common class, with the task; empty if it is not known."""
-    found = [each[key].details.get("majority_rate") for each in results.checkpoints.values()]
+    found = [each[key].details.get("majority_rate") for each in results.checkpoints.values() for key in keys]
     rates = sorted({f"{100 * rate:.2f}" for rate in found if rate is not None}, key=float)
-    return f"{' to '.join(dict.fromkeys((rates[0], rates[-1])))} % ({key.removeprefix('probe-')})" if rates else ""
+    return f"{' to '.join(dict.fromkeys((rates[0], rates[-1])))} % ({task})" if rates else ""
 
 
 def below_majority(results: Results) -> list[str]:

@@ -22,7 +22,17 @@ from isoloss.report.html import table as html_table
 from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
 from isoloss.run_config import StageConfig, TrainConfig
-from isoloss.studies.answer import Comparison, claim_rows, detail, format_difference, setup, title_of
+from isoloss.studies.answer import (
+    Comparison,
+    claim_rows,
+    definition,
+    definitions,
+    detail,
+    format_difference,
+    setup,
+    task_of,
+    title_of,
+)
 from isoloss.studies.claims import CONTROL_SHOWN, RULE, ClaimResult, Verdict, gates
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.results import CheckpointEstimate, Results
@@ -120,7 +130,7 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
         )
         # of a small study all that was compared; of a larger one it is beside every test
         told = dict.fromkeys(text for result in summary.claims for text in explanations(result))
-        about = [Markup("<p class=note>{}</p>").format(text) for text in told if len(told) <= _MAX_TOLD]
+        about = _notes([*(told if len(told) <= _MAX_TOLD else ()), *definitions(results)])
         body = _control(summary.claims) + interval_rows(claim_rows(summary.claims)) + Markup("\n").join([*about, note])
         return [Section(title="Claims", body=body)]
     comparison = Comparison(results)
@@ -138,7 +148,12 @@ def _comparisons(results: Results, summary: Summary, *, interim: bool) -> list[S
             else ""
         )
     )
-    return [Section(title="Differences", body=interval_rows(rows) + note)]
+    body = interval_rows(rows) + Markup("\n").join([*_notes(definitions(results)), note])
+    return [Section(title="Differences", body=body)]
+
+
+def _notes(texts: Sequence[str]) -> list[Markup]:
+    return [Markup("<p class=note>{}</p>").format(text) for text in texts]
 
 
 def _control(results: Sequence[ClaimResult]) -> Markup:
@@ -193,9 +208,9 @@ def _tests(results: Sequence[ClaimResult]) -> Markup:
         if any(answer.numbers for answer in result.answers):
             columns, rows = claim_table(result)
             parts.append(html_table(columns, rows, left=columns.index(VERDICT) + 1))
-        parts += [Markup("<p class=note>{}</p>").format(each) for each in explanations(result)]
+        parts += _notes(explanations(result))
     parts.append(Markup("<h3>How verdicts are reached</h3>"))
-    parts += [Markup("<p class=note>{}</p>").format(each) for each in RULE]
+    parts += _notes(RULE)
     return Markup("\n").join(parts)
 
 
@@ -304,7 +319,8 @@ def _made(folder: StudyFolder, results: Results, own: Mapping[str, str], summary
             used = used_settings(key, one.settings) if key in measures else one.settings
             settings = without_folders({name: value for name, value in used.items() if name != "seed"})
             parts = [f"{name.replace('_', ' ')} {_in_words(value)}" for name, value in settings.items()]
-            ways["; ".join([one.method, *parts])] = None
+            told = [definition(key, one.settings)] if task_of(key) else []
+            ways["; ".join([*told, one.method, *parts])] = None
         made[column_of(key).title] = "; or ".join(ways)
     if (family := summary.family) is not None:
         claims = gates(folder.study.claims)

@@ -443,7 +443,7 @@ PRESETS: dict[str, tuple[LanguageConfig, str]] = {
     ),
     "pcfg-varied": (
         PCFGConfig(seed=4, stop_probability=0.2),
-        "the same with symbols that may stop early; sentences of 1 to 8 tokens",
+        "pcfg-laptop with symbols that may stop early; sentences of 1 to 8 tokens",
     ),
     "pcfg-paper": (
         PCFGConfig(levels=5, symbols_per_level=8, rules_per_symbol=3, vocab_size=200, stop_probability=0.15, seed=7),
@@ -461,8 +461,8 @@ PRESETS: dict[str, tuple[LanguageConfig, str]] = {
     ),
     "hmm-paper": (
         HMMConfig(concentration=0.25, seed=6),
-        "one of the paper's shape (appendix A.1): 100 states in 4 blocks, 200 tokens, an entropy of 3.76 nats; "
-        "sentences of 16 tokens",
+        "a hidden Markov model of the paper's shape (appendix A.1): 100 states in 4 blocks, 200 tokens, an entropy of "
+        "3.76 nats; sentences of 16 tokens",
     ),
     "brackets-8": (
         BracketsConfig(length=8),

@@ -139,14 +139,14 @@ class TaskMeasure(SeededMeasure):
             estimates={"accuracy": accuracy}, more=more, inputs=digest(*tensors, more=list(task.classes))
         )
 
-    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+    def drawn(self) -> tuple[int | Literal["all"], int | None]:
         """Return how many training examples a draw has, and how many draws there are; None: one, and it may be less."""
         raise NotImplementedError
 
     def _sentences(self, context: MeasureContext) -> TaskData | WholeTask:
         from isoloss.lab.tasks import make_task, whole_task
 
-        number, draws = self._drawn()
+        number, draws = self.drawn()
         if isinstance(number, str):
             raise IsolossError("num_train is all, but sentences of a language are drawn: give num_train as a number")
         drawn = {"num_train": number * (draws or 1), "seed": self.seed}
@@ -158,7 +158,7 @@ class TaskMeasure(SeededMeasure):
         from isoloss.transfer.text_tasks import read_examples
 
         context.tokenizer()  # none is an error that is told before any text is read
-        number, draws = self._drawn()
+        number, draws = self.drawn()
         num_train, num_test = (None if isinstance(n, str) else n for n in (number, self.num_test))
         drawn = {"num_train": num_train, "num_test": num_test, "draws": draws, "seed": self.seed}
         return context.once(read_examples, source, **drawn)
@@ -342,7 +342,8 @@ class Probe(_ProbeMeasure, Trained):
             if getattr(self, name) != getattr(Probe, name):
                 raise IsolossError(f"{name} has no effect with the solver {self.probe_solver}: leave it out")
 
-    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+    def drawn(self) -> tuple[int | Literal["all"], int | None]:
+        """Return the training examples of a draw, and the draws."""
         return self.num_train, self._draws if self._draws > 1 else None
 
     def _classifier(self) -> ClassifierConfig:
@@ -388,7 +389,8 @@ class FewShot(_ProbeMeasure):
 
     default_draws: ClassVar[int] = 5
 
-    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+    def drawn(self) -> tuple[int | Literal["all"], int | None]:
+        """Return the training examples of a draw, and the draws."""
         return self.number, self._draws
 
 
@@ -412,7 +414,8 @@ class Projected(_ProbeMeasure, Trained):
     default_draws: ClassVar[int] = 3
     over: ClassVar[str] = "projections"
 
-    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+    def drawn(self) -> tuple[int | Literal["all"], int | None]:
+        """Return the training examples of a draw, and the draws."""
         return self.num_train, None
 
     def _fit(self, train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, classes: int) -> Fitted:
@@ -497,7 +500,7 @@ class LogLookup(Lookup):
 
 @dataclass(frozen=True, kw_only=True)
 class OneHot(Lookup):
-    """Accuracy of the same probe on the tokens themselves, one-hot."""
+    """Accuracy of the same probe on the tokens themselves, one-hot: what a model must beat."""
 
     features: ClassVar[str] = "one_hot_features"
 
@@ -527,7 +530,8 @@ class Finetune(TaskMeasure, Trained):
     finetune_warmup_steps: int | None = setting(None, minimum=0)
     """Steps of the warm-up of the learning rate; default: 200, or 6 % of the steps where these are fewer."""
 
-    def _drawn(self) -> tuple[int | Literal["all"], int | None]:
+    def drawn(self) -> tuple[int | Literal["all"], int | None]:
+        """Return the training examples of a draw, and the draws."""
         return self.num_train, None
 
     def _result(self, model: Any, context: MeasureContext, data: TaskData) -> TransferResult:
