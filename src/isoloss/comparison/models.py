@@ -279,14 +279,18 @@ class ModelComparison(TraceComparison):
         first, *_, last = series.values()
         values = [number(self.shown(name, self.models[model][name])) for model in (first, last)]
         of_ratio = self.log_ratio(name, last, first) if name in self.traces else None
+        change = self.difference(name, last, first)
         if of_ratio is not None and of_ratio.stderr <= MOST_UNCERTAIN:
             ratio, (low, high) = self.ratio(name, last, first)
             detail = f"{in_digits(ratio)} times, 95 % {in_digits(low)} to {in_digits(high)}"
             low, high = low - 1, high - 1
         else:
-            difference = self.shown(name, self.difference(name, last, first))
+            difference = self.shown(name, change)
             low, high = difference.ci95
             detail = f"difference {number(difference)}, 95 % {interval(difference)}"
+        if rare({"": change}):
+            low, high = -math.inf, math.inf  # an error that rests on one input tells no change
+            detail += "; one input makes up much of the error"
         word = "rises" if low > 0 else "falls" if high < 0 else "is not shown to change,"
         return f"{word} from {values[0]} to {values[1]}", detail
 

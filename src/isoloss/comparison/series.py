@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from isoloss.comparison.verdict import TraceComparison, in_digits
+from isoloss.comparison.verdict import REASONS, TraceComparison, in_digits
 from isoloss.statistics.comparison import linear_combination
 from isoloss.statistics.estimate import Estimate, number, rare
 from isoloss.statistics.jumps import JUMP, find_jumps
@@ -176,10 +177,12 @@ def jumps(comparison: TraceComparison, series: Series, names: Mapping[str, str])
 
 
 def counted(found: list[Pair], first: str, second: str) -> str:
-    """Return in how many pairs each series is flatter, in words."""
-    flattest = [pair.comparison.verdict().flattest for pair in found]
+    """Return in how many pairs each series is flatter, or why none of them has a verdict, in words."""
+    verdicts = [pair.comparison.verdict() for pair in found]
+    flattest = [each.flattest for each in verdicts]
     if not any(flattest):
-        return f"Neither {first} nor {second} is flatter by both traces in any of them"
+        why = Counter(REASONS[each.reasons[0]] for each in verdicts)
+        return "None of them has a verdict: " + "; ".join(f"in {count}, {reason}" for reason, count in why.items())
     one, other = (flattest.count(name) or "none" for name in (first, second))
     return f"By both traces, {first} is flatter in {one} of them and {second} in {other}"
 
@@ -187,7 +190,10 @@ def counted(found: list[Pair], first: str, second: str) -> str:
 def summary(found: list[Pair], first: str, second: str, more: str) -> str:
     """Return a summary of pairs at the same loss: how often each series is flatter, and the verdict on the last one."""
     last = found[-1]
-    pair = f"{last.first} and {last.second}, at {number(last.loss)} nats. {last.comparison.verdict(more=more)}"
+    pair = f"{last.first} and {last.second}, at {number(last.loss)} nats"
+    if last.comparison.interpolated:
+        pair += " (interpolated in the loss: the errors do not cover how a trace bends between the two steps)"
+    pair += f". {last.comparison.verdict(more=more)}"
     if len(found) == 1:
         return f"There is one pair at the same loss: {pair}"
     counts = counted(found, first, second)

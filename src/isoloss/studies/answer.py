@@ -446,7 +446,7 @@ def setup(results: Results) -> str:
     """Return what was trained and measured in a few sentences, which define the words that the page uses."""
     comparison = Comparison(results)
     on = {e.config.measured_on for e in results.experiments.values() if isinstance(e.config, ExternalCheckpoint)}
-    where = f"measured on {' and '.join(sorted(on))}" if on else "at the end of training"
+    where = f"measured on {' and '.join(sorted(on))}" if on else _end(results)
     seeds = "" if on else _seeds(comparison)
     words, keys = [f"{seeds}{_some(comparison.groups)}, {where}.", *_trained(results), *_rates(results)], results.keys
     if "kl" in keys:
@@ -461,6 +461,16 @@ def setup(results: Results) -> str:
             "The minimal trace is its minimum over all rescalings of the weights that leave every prediction unchanged."
         )
     return " ".join([*words, *_tasks(results)])
+
+
+def _end(results: Results) -> str:
+    """Return when training ended: at one target for all runs, or at the last step."""
+    configs = [each.config for each in results.experiments.values() if isinstance(each.config, TrainConfig)]
+    targets = {config.stages[-1].target if config.stages else None for config in configs}
+    (target, *others) = targets or {None}
+    if target is None or others:
+        return "at the end of training"
+    return f"each trained until its {'KL' if target[0] == 'kl' else target[0]} was at most {target[1]:g} nats"
 
 
 def _seeds(comparison: Comparison) -> str:
@@ -600,7 +610,8 @@ def _some(names: Iterable[str]) -> str:
 
 def _listed(words: Sequence[str]) -> str:
     """Return words as a list in a sentence."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+    comma = "; " if any(", " in word for word in words) else ", "
+    return " and ".join(filter(None, [comma.join(words[:-1]), *words[-1:]]))
 
 
 def _majority(results: Results, task: str, keys: Sequence[str]) -> str:

@@ -205,9 +205,9 @@ def all_claims_table(results: Sequence[ClaimResult]) -> tuple[list[str], list[li
     rows = []
     for result in results:
         for answer in result.answers:
-            case, verdict, _, _, (difference, unit), interval95, *p_values = _cells(result, answer)[:9]
-            about = [case[0], verdict[0], unit, answer.role, difference, interval95[0]]
-            rows.append([result.claim.id, *about, *(p[0] for p in p_values)])
+            case, verdict, _, _, (difference, unit), interval95, p, adjusted = _cells(result, answer)[:8]
+            about = [case[0], verdict[0], unit, answer.role, difference, interval95[0], p[0], adjusted[0]]
+            rows.append([result.claim.id, *about])
     return columns, rows
 
 
