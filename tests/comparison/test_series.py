@@ -253,8 +253,6 @@ def test_checkpoints_of_which_one_input_makes_up_much_of_the_error_are_named():
         "errors are unreliable."
     )
     assert compared(models).texts()[-1] == warning
-    assert "trace is not shown to change, from 10.0" in compared(models).texts()[1]
-    assert "; one input makes up much of the error)" in compared(models).texts()[1]
     assert "30 (98 %): with so few like it" in " ".join(comparison_page(compared(models)).split())
     # by document, where these have names
     models["a/checkpoint-10"]["trace"] = estimate(10.0, np.roll(alone, 1))

@@ -174,7 +174,7 @@ def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict(other):
         (7, [40, 13], "Without it and 1 more like it (document 8), a is flatter: b's trace is "),
         (7, [30, 16, 8], "Without it and 2 more like it (document 8), (document 9), a is flatter: b's trace is "),
         (7, [36, 20, 12, 8], "Without it and 2 more like it, yet another one makes up much of an error."),
-        (5.4, [-10], "Without it, there is no verdict either: the traces are too close to each other."),
+        (5.4, [-10], "Without it, there is no verdict either: the traces, or the minimal traces, are too close."),
     ],
 )
 def test_what_the_verdict_would_be_without_the_inputs_that_decide_an_error_is_said(other, large, said):

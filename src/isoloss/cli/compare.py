@@ -277,7 +277,10 @@ def _next(
     if first is not None and nearest is not None and nearest[-1] <= FARTHEST:
         *two, margin = nearest
         others = [*arguments[:first], *two, *arguments[first + count :]]
-        commands.append(common.command_with("compare", others, "--loss-margin", f"{margin:g}"))
+        if margin > args.loss_margin:
+            commands.append(common.command_with("compare", others, "--loss-margin", f"{margin:g}"))
+        else:
+            commands.append(common.command("compare", *others))
     # models of a text have a tokenizer
     is_text = args.data is not None and args.data.suffix.lower() not in (".npy", ".bin")
     if is_text and not args.task and not {"weights", "function"}.issuperset(reasons):

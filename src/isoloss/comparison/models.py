@@ -257,11 +257,17 @@ class ModelComparison(TraceComparison):
             answer, detail, flattest = "No verdict: the losses never overlap", "", None
             if found:
                 last = found[-1]
-                judged, of_two = last.comparison.verdict(), times_in_words(*last.comparison.ratio("trace", *last.names))
+                judged = last.comparison.verdict()
                 flattest = judged.flattest
+                of_two = listed(
+                    [
+                        f"{TITLES[trace]} is {times_in_words(*last.comparison.ratio(trace, *last.names))}"
+                        for trace in last.comparison.traces
+                    ]
+                )
                 at = f"at {number(last.loss)} nats"
                 answer = f"{flattest}, {at}" if flattest else f"No verdict {at}: {REASONS[judged.reasons[0]]}"
-                detail = f"{other}'s trace is {of_two} {first}'s ({last.first}, {last.second})"
+                detail = f"{other}'s {of_two} {first}'s ({last.first}, {last.second})"
                 if len(found) > 1:
                     detail += f"; the smallest loss of {len(found)} pairs. {counted(found, first, other)}"
             question = f"{first} or {other}: which is flatter at the same loss?"
@@ -279,18 +285,14 @@ class ModelComparison(TraceComparison):
         first, *_, last = series.values()
         values = [number(self.shown(name, self.models[model][name])) for model in (first, last)]
         of_ratio = self.log_ratio(name, last, first) if name in self.traces else None
-        change = self.difference(name, last, first)
         if of_ratio is not None and of_ratio.stderr <= MOST_UNCERTAIN:
             ratio, (low, high) = self.ratio(name, last, first)
             detail = f"{in_digits(ratio)} times, 95 % {in_digits(low)} to {in_digits(high)}"
             low, high = low - 1, high - 1
         else:
-            difference = self.shown(name, change)
+            difference = self.shown(name, self.difference(name, last, first))
             low, high = difference.ci95
             detail = f"difference {number(difference)}, 95 % {interval(difference)}"
-        if rare({"": change}):
-            low, high = -math.inf, math.inf  # an error that rests on one input tells no change
-            detail += "; one input makes up much of the error"
         word = "rises" if low > 0 else "falls" if high < 0 else "is not shown to change,"
         return f"{word} from {values[0]} to {values[1]}", detail
 
@@ -327,10 +329,11 @@ class ModelComparison(TraceComparison):
                 if margin > FARTHEST:
                     text += "too far for that: measure checkpoints in between."
                 else:
+                    text += f"the same within {margin:g} nats."
                     text += (
-                        f"the same within {margin:g} nats. Is that near enough for you? If you report it, say that the "
-                        "losses were seen before the margin was set."
-                    )
+                        " Is that near enough for you? If you report it, say that the losses were seen before the "
+                        "margin was set."
+                    ) * (margin > self.loss_margin)
             texts.append(text)
         return texts
 

@@ -67,7 +67,7 @@ REASONS: Mapping[Reason, str] = {  # why no model is called the flattest, in a f
     "no minimal trace": "there is no minimal trace",
     "gauges": "the minimal traces have different conventions",
     "open": "the errors are too large",
-    "near": "the traces are too close to each other",
+    "near": "the traces, or the minimal traces, are too close",
     "disagree": "trace and minimal trace disagree",
     "rare": "one input makes up much of the error",
     "interpolated": "the interpolation between two steps cannot tell",
