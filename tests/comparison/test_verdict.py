@@ -117,6 +117,9 @@ def test_a_margin_that_was_set_and_the_interval_of_its_test_are_said():
         "Yes, within ± 0.02 nats (they differ, but not by more than the margin that was set; the default is 0.01)"
     )
     assert "90 %" not in wider.detail
+    texts = dataclasses.replace(apart, loss_margin=0.02).texts()
+    assert [text.split("? ")[0] for text in texts[2:3]] == ["Same loss"]
+    assert not any(text.startswith("Same loss?") for text in apart.texts())
 
 
 def test_a_loss_that_surely_differs_is_no_less_so_beside_a_larger_uncertain_difference():

@@ -31,7 +31,7 @@ from isoloss.comparison.verdict import (
     times_in_words,
     verdict,
 )
-from isoloss.statistics.comparison import times
+from isoloss.statistics.comparison import times, without_sample
 from isoloss.statistics.estimate import (
     Estimate,
     accuracy_bounds,
@@ -39,6 +39,7 @@ from isoloss.statistics.estimate import (
     html_table,
     interval,
     leading_name,
+    leading_sample,
     number,
     rare,
     rounded,
@@ -289,6 +290,11 @@ class ModelComparison(TraceComparison):
             ratio, (low, high) = self.ratio(name, last, first)
             detail = f"{in_digits(ratio)} times, 95 % {in_digits(low)} to {in_digits(high)}"
             low, high = low - 1, high - 1
+            if rare({"": of_ratio}):
+                # as for a verdict; a loss has no such rare and enormous inputs
+                low, high = -math.inf, math.inf
+                without = math.exp(without_sample(of_ratio, leading_sample(of_ratio)).value)
+                detail += f"; one input makes up much of the error, without it {in_digits(without)} times"
         else:
             difference = self.shown(name, self.difference(name, last, first))
             low, high = difference.ci95
@@ -400,18 +406,23 @@ class ModelComparison(TraceComparison):
         if same and is_small:
             answer = f"No difference that matters: all rises are within ± {_MILLI:g} nats"
             return dataclasses.replace(best, answer=answer, holds=None)
+        if same and self.loss_margin > LOSS_MARGIN and is_rounded and "int4-loss" in self.names:
+            # a smaller rise may be no smaller loss within a wide margin
+            return dataclasses.replace(best, detail=f"{best.detail}; {self._rounded_losses()}")
         if same:
             return best
         # a smaller rise is no advantage at a larger loss
         reason = "the losses differ" if same is False else "the losses are not shown to be the same"
         answer, detail = f"Not judged: {reason}", f"rises of the loss: {best.detail}"
         if is_rounded and "int4-loss" in self.names:
-            found = self.of("int4-loss")
-            losses = [f"{self.short[model]} {number(loss)}" for model, loss in found.items()]
-            detail = f"losses with 4-bit weights: {', '.join(losses)}; rises: {best.detail}"
+            detail = f"{self._rounded_losses()}; rises: {best.detail}"
         if is_small:
             answer += f"; all rises are within ± {_MILLI:g} nats"
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
+
+    def _rounded_losses(self) -> str:
+        losses = [f"{self.short[model]} {number(loss)}" for model, loss in self.of("int4-loss").items()]
+        return f"losses with 4-bit weights: {', '.join(losses)}"
 
     def _rounded(self) -> dict[str, tuple[int, int]]:
         """Return for each model how many weights of its linear maps are rounded, and how many there are."""
@@ -480,8 +491,10 @@ class ModelComparison(TraceComparison):
         elif self.series:
             texts = self._series_texts(more)
         else:
-            # the verdict has the answers to the first two questions in it
-            texts = [str(self.verdict(more=more)), *map(str, self.answers()[2:])]
+            # the verdict has the answers to the first two questions in it, but not that a wider margin was set
+            answers = self.answers()
+            widened = answers[:1] if self.loss_margin > LOSS_MARGIN and len(answers) > 1 else []
+            texts = [str(self.verdict(more=more)), *map(str, [*widened, *answers[2:]])]
         return [self.caption(), *texts, *filter(None, [self.warning])]
 
     @property

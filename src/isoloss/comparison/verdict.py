@@ -446,6 +446,16 @@ def _reasons(
         if wide:
             said += f" The difference in {listed(wide)} excludes 0, but the interval of the ratio, which is wider with "
             said += "errors so large, does not exclude 1."
+        narrow = [
+            trace.replace("-", " ")
+            for trace, (_, _, (low, high)) in rivals.items()
+            if chances[trace] < _SURE and not low <= 1 <= high
+        ]
+        if narrow:
+            said += (
+                f" The interval of the ratio excludes 1 in {listed(narrow)}, but that of the difference includes 0: "
+            )
+            said += "a verdict needs both."
         yield "open", said
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
