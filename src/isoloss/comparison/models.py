@@ -291,8 +291,6 @@ class ModelComparison(TraceComparison):
             detail = f"{in_digits(ratio)} times, 95 % {in_digits(low)} to {in_digits(high)}"
             low, high = low - 1, high - 1
             if rare({"": of_ratio}):
-                # as for a verdict; a loss has no such rare and enormous inputs
-                low, high = -math.inf, math.inf
                 without = math.exp(without_sample(of_ratio, leading_sample(of_ratio)).value)
                 detail += f"; one input makes up much of the error, without it {in_digits(without)} times"
         else:
