@@ -358,12 +358,11 @@ class ModelComparison(TraceComparison):
                 rounded(end, most.stderr).split(" ±")[0] for end in equivalence(most, self.loss_margin).interval
             )
             detail += f"; the test, one at 5 % for each side of the margin, takes the 90 % interval, {low} to {high}"
-        default = ""
-        if self.loss_margin != LOSS_MARGIN:
-            differ = "they differ, but not by more than " * (p_value(most) < 0.05)
-            default = f" ({differ}the margin that was set; the default is {LOSS_MARGIN:g})"
+        if holds and self.loss_margin != LOSS_MARGIN:
+            within = "they differ, but not by more than" if p_value(most) < 0.05 else "within"
+            detail += f"; {within} the margin that was set (default {LOSS_MARGIN:g})"
         answer = {
-            True: f"Yes, within ± {self.loss_margin:g} nats{default}",
+            True: f"Yes, within ± {self.loss_margin:g} nats",
             False: f"No, {abs(most.value):.3g} nats apart",
             None: f"Not shown within ± {self.loss_margin:g} nats",
         }[holds]
