@@ -15,7 +15,7 @@ from isoloss.comparison.page import comparison_page
 from isoloss.comparison.verdict import TraceComparison, verdict
 from isoloss.errors import IsolossError
 from isoloss.flatness._rescaling.apply import rescaled_at_random
-from isoloss.statistics.estimate import Estimate
+from isoloss.statistics.estimate import Estimate, rarity
 from isoloss.statistics.significance import equivalence
 
 N = 64
@@ -193,6 +193,26 @@ def test_what_the_verdict_would_be_without_the_inputs_that_decide_an_error_is_sa
     found = comparison.verdict()
     assert (found.flattest, found.reasons) == (None, ("rare",))
     assert f"with so few like it, the error is unreliable. {said}" in str(found)
+
+
+def test_a_part_just_over_a_quarter_is_not_printed_as_one():
+    influence = np.ones(N)
+    influence[7] = np.sqrt(0.2505 / 0.7495 * (N - 1))  # of the squares, 25.05 %
+    one = dataclasses.replace(estimate(5, 0.1, 1), influence=influence)
+    assert rarity({"a": one}).startswith("one of the documents makes up over 25 % of the squared error of a: ")
+
+
+def test_a_ratio_that_excludes_1_beside_a_difference_that_includes_0_is_said():
+    known = compared({"a": (1, 3, 2.0, "1"), "b": (2, 4, 2.0, "2")})
+    wide = with_more(known, "trace", {"a": (1, 0.01), "b": (2, 0.52)})
+    for name, each in wide.models.items():
+        details = known.models[name]["trace"].details
+        each["trace"] = dataclasses.replace(each["trace"], by_parameter={"w": 1.0}, details=details)
+    high = wide.ratio("trace", "a", "b")[1][1]
+    assert high < 1
+    assert wide.difference("trace", "b", "a").ci95[0] < 0
+    said = "The interval of the ratio excludes 1 in trace, but that of the difference includes 0: a verdict needs both."
+    assert said in str(wide.verdict())
 
 
 def test_a_difference_that_is_sure_but_small_gives_no_verdict():
