@@ -17,7 +17,8 @@ from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.registry import MEASURES
 
 PLUGIN = Path(__file__).parent / "plugin"
-PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, OPTIMIZER_PAGE = ((DOCS / name).read_text() for name in ("extending.md", "own-optimizer.md"))
 COMMANDS = [shlex.split(line) for line in re.findall(r"^isoloss .*$", PAGE, flags=re.MULTILINE)]
 ADDED = {
     "languages": "dice",
@@ -42,11 +43,11 @@ def folder(tmp_path_factory):
 def isoloss(folder):
     """The command `isoloss` where the package is installed."""
     with pytest.MonkeyPatch.context() as patch:
-        for path in (_smallest(folder / "smallest"), PLUGIN):
+        for path in (_smallest(folder), PLUGIN):
             patch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
         with Commands(folder / "bin") as commands:
 
-            def run(*words):
+            def run(*words, folder=folder):
                 return subprocess.run([commands.folder / "isoloss", *words], cwd=folder, capture_output=True, text=True)
 
             for command in COMMANDS:
@@ -55,14 +56,15 @@ def isoloss(folder):
             yield run
 
 
-def _smallest(place):
-    """Put the smallest package of the page where pip would: a module, and the table of its entry points."""
-    files = dict(re.findall(r"<!-- file: nadam/(\S+) -->\n```\w+\n(.*?)```\n", PAGE, flags=re.DOTALL))
-    about = tomllib.loads(files["pyproject.toml"])
-    (info := place / "nadam-1.0.dist-info").mkdir(parents=True)
-    for module in about["tool"]["setuptools"]["py-modules"]:
-        (place / f"{module}.py").write_text(files[f"{module}.py"])
-    project = about["project"]
+def _smallest(folder):
+    """Write the files of the page on an optimizer, and the table of entry points that pip would make of them."""
+    files = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```\n", OPTIMIZER_PAGE, flags=re.DOTALL)
+    place = folder / "signum"
+    place.mkdir()
+    for name, text in files:
+        (folder / name).write_text(text)
+    project = tomllib.loads((place / "pyproject.toml").read_text())["project"]
+    (info := place / "signum-1.0.dist-info").mkdir()
     (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
     lines = [
         line
@@ -112,23 +114,47 @@ def test_the_optimizer_moves_matrices_and_leaves_the_rest_to_adamw(isoloss, fold
 
 
 def test_the_smallest_package_trains(isoloss, folder):
-    assert "nadam          NAdam: Adam with Nesterov's momentum\n" in isoloss("ls", "optimizers").stdout
-    state = load_file(folder / "runs/nadam/checkpoints/step-20/trainer.safetensors")
-    assert any(name.startswith("mu_product/") for name in state)
+    assert "signum         Signum: the sign of the momentum\n" in isoloss("ls", "optimizers").stdout
+    (commands,) = re.findall(r"```sh\n(for .*?)```", OPTIMIZER_PAGE, flags=re.DOTALL)
+    # two of the page's runs, for a few steps, which do not reach the target
+    words = re.search(r"isoloss (train .*?)\n  done", commands, flags=re.DOTALL)[1].replace("\\\n", "")
+    for optimizer, kept in (("adamw", "exp_avg/"), ("signum", "average/")):
+        few = words.replace("$optimizer", optimizer).replace("$rate", "0.003").replace("--steps 1000", "--steps 20")
+        assert "target not reached" in isoloss(*few.split(), folder=folder / "signum").stdout
+        state = load_file(folder / f"signum/rates/{optimizer}-0.003/checkpoints/step-20/trainer.safetensors")
+        assert any(name.startswith(kept) for name in state)
+
+
+def test_the_study_of_the_page_has_a_test_for_each_trace_and_each_task(isoloss, folder):
+    planned = isoloss("study", "plan", "study.py", folder=folder / "signum").stdout
+    assert "Secondary tests: 4" in planned
+    assert "64 units" in planned
+
+
+@pytest.mark.slow  # minutes
+def test_the_study_of_the_page_ends_as_the_page_says(isoloss, folder):
+    printed = isoloss("study", "run", "study.py", folder=folder / "signum").stdout
+    (shown,) = re.findall(r"```text\n(.*?)```", OPTIMIZER_PAGE, flags=re.DOTALL)
+    assert shown in printed
 
 
 def test_a_changed_component_does_not_go_on_with_what_another_one_made(isoloss, folder):
     """A comment is no change; of other code, a run is refused, and a measure is measured again."""
-    (train,) = (words[1:] for words in COMMANDS if "runs/nadam" in words and "train" in words)
-    module = folder / "smallest/nadam.py"
+    train = shlex.split(
+        "train runs/signum --language pcfg-laptop --size d16 --steps 20 --optimizer signum --learning-rate 0.001"
+    )
+    assert isoloss(*train).returncode == 0
+    module = folder / "signum/signum.py"
     text = module.read_text()
     module.write_text(f"# a remark\n\n{text}")
     assert isoloss(*train).returncode == 0
     module.write_text(f"{text}\nOTHER = 1\n")
     refused = isoloss(*train)
     assert refused.returncode == 2
-    assert "the code of the optimizer nadam has changed since runs/nadam began: choose another folder" in refused.stderr
-    measured = isoloss("measure", "runs/nadam", "--measures", "loss", "--num-sequences", "64")
+    assert (
+        "the code of the optimizer signum has changed since runs/signum began: choose another folder" in refused.stderr
+    )
+    measured = isoloss("measure", "runs/signum", "--measures", "loss", "--num-sequences", "64")
     assert measured.returncode == 0, measured.stderr
 
 

@@ -100,11 +100,11 @@ def test_axes_hold_every_bar(table):
     assert ends[KL][0] < single["kl"][0] < ends[KL][1]
 
 
-def test_an_interval_on_a_logarithmic_axis_is_that_of_the_logarithm(table):
-    for stderr, reach in ((21.0, 1.959964 * 21 / 420), (1e4, math.log(100))):
+def test_an_interval_that_reaches_0_goes_down_a_logarithmic_axis_to_a_tenth_of_the_value(table):
+    for stderr, low in ((21.0, 420 - 1.959964 * 21), (1e4, 42)):
         drawn = data.prepare(changed(table, "trace_stderr", stderr), (TRACE,))
         ends = drawn["trace_low"][0], drawn["trace_high"][0]
-        assert ends == pytest.approx((420 / math.exp(reach), 420 * math.exp(reach)))
+        assert ends == pytest.approx((low, 420 + 1.959964 * stderr))
     linear = Column("trace", "Trace", "nats", log=False)
     wide = changed(table, "trace_stderr", 1e4)
     assert data.prepare(wide, (linear,))["trace_low"][0] == pytest.approx(420 - 1.959964e4)

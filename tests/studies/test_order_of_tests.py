@@ -8,8 +8,11 @@ from known_claims import claim, contrast, in_order, results_of
 from scipy import stats
 
 from isoloss.errors import IsolossError
+from isoloss.lab.languages.config import LAPTOP_PCFG
+from isoloss.run_config import TrainConfig
 from isoloss.studies.answer import claim_cards
 from isoloss.studies.claims import ClaimResult, Verdict, planned_tests
+from isoloss.studies.plan import Experiment, Measurement, Scale
 
 CHECK, CONTROL = claim(0, "decrease", role="manipulation check"), claim(1, role="positive control")
 PRIMARY, OTHERS = claim(2, role="primary"), (claim(3), claim(4))
@@ -171,3 +174,21 @@ def test_the_family_is_known_before_the_runs():
     found = results_of([claim(3, measures=two)], *pair)[0].answers
     assert [each.verdict.value for each in found] == ["not shown", "shown", "not tested"]
     assert [each.tests for each in found] == [4, 4, None]
+
+
+def test_a_gate_names_the_cases_of_contrasts_that_it_does_not_list():
+    gate = claim(0, role="primary", case="a", measures={"a": "m0", "b": "m1"})
+    pair = known(1.0, 0.1, case="y"), known(1.0, 0.1, case="x")
+    with pytest.raises(IsolossError, match=r"claim c0 .* in the case 'a', .* in its `cases`: list 'x', 'y' there"):
+        results_of([gate], *pair)
+
+
+def test_transfer_is_every_probe_and_a_claim_on_what_is_not_measured_is_refused():
+    probes = Measurement(measures=("loss", "probe-root", "few-shot-prefix-4-100"))
+    scale = Scale(
+        description="", experiments={"a": Experiment(config=TrainConfig(language=LAPTOP_PCFG), measurements=(probes,))}
+    )
+    asked = {"root": "probe-root", "prefix-4 (100 examples)": "few-shot-prefix-4-100"}
+    assert claim(0, measures="transfer").keys(scale) == asked
+    with pytest.raises(IsolossError, match=r"claim c0 is 'flatness', .*: add trace or minimal-trace to a"):
+        claim(0, measures="flatness").keys(scale)

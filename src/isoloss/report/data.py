@@ -28,7 +28,7 @@ COLORS = (
 # fmt: on
 MARKERS = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
-MOST = math.log(100)  # of the logarithm's interval to each side: an error so large says nothing
+LEAST = 0.1  # of a value: how far down a logarithmic axis its interval is drawn, which may reach 0
 PADDING = 0.05  # of an axis, beyond the outermost error bar
 
 
@@ -115,8 +115,9 @@ def prepare(table: pl.DataFrame, shown: Sequence[Column]) -> pl.DataFrame:
 
     Returns:
         run, group, size, parameters, step, and for each measure, by its `field`: the value (in percent where it
-        is), `<field>_low` and `<field>_high` (the 95 % confidence interval; that of the logarithm where the axis is
-        logarithmic; of a percentage, within 0 and 100), `<field>_text` (value ± one standard error).
+        is), `<field>_low` and `<field>_high` (the 95 % confidence interval; of a percentage, within 0 and 100; on a
+        logarithmic axis, down to a tenth of the value at most, or that of a ratio's logarithm), `<field>_text` (value ±
+        one standard error).
         Rows by run and step.
 
     Raises:
@@ -181,9 +182,10 @@ def _one(
     if column.percent:
         low, high = max(low, 0.0), min(high, 100.0)
     elif column.log:
-        # symmetric on the axis, where an interval around the value itself could reach 0 and be cut at the frame
-        factor = math.exp(min(half / value, MOST))
-        low, high = value / factor, value * factor
+        if column.reference is None:
+            low = max(low, LEAST * value)
+        else:  # a ratio to a control, whose interval is that of its logarithm
+            low, high = value * math.exp(-half / value), value * math.exp(half / value)
     return scale * value, low, high, rounded(scale * value, scale * stderr)
 
 

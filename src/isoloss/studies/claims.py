@@ -341,6 +341,12 @@ class Claim:
                 f"measures of the claim {self.id} is {self.measures!r}; the study has {', '.join(known)}"
                 f"{did_you_mean(self.measures, known)}"
             )
+        if not known[self.measures]:
+            needed = "trace or minimal-trace" if self.measures == "flatness" else "probe-TASK or few-shot-TASK-NUMBER"
+            raise IsolossError(
+                f"measures of the claim {self.id} is {self.measures!r}, but nothing is measured that belongs to it: "
+                f"add {needed} to a Measurement"
+            )
         return known[self.measures]
 
     def contrast_cases(self, scale: AnyScale) -> Sequence[str]:
@@ -626,6 +632,12 @@ def judge_claims(
             raise IsolossError(
                 f"claim {claim.id} is about a trend, for which equal losses are not tested: set loss_rule to "
                 "'adjusted' and give the trend slopes on the loss, or set its needs_same_loss to False"
+            )
+        unlisted = sorted({each.case for each in by_function[claim.of]} - {*claim.contrast_cases(scale)})
+        if claim.case and unlisted and has_verdicts:
+            raise IsolossError(
+                f"claim {claim.id} is tested in the case {claim.case!r}, and its contrasts have cases that are not in "
+                f"its `cases`: list {', '.join(map(repr, unlisted))} there"
             )
         answers = [one for each in by_function[claim.of] for one in answer(asked, each, keys, margin=margin)]
         if not answers:

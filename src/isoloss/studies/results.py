@@ -281,11 +281,21 @@ def _add(checkpoint: dict[str, CheckpointEstimate], measure: str, estimates: Map
 
 
 def common_measures(scale: AnyScale) -> dict[str, dict[str, str]]:
-    """Return what any study's claims can measure: each measure, `flatness` (both traces), `transfer` (all probes)."""
+    """Return what any study's claims can measure, by case.
+
+    Each measure, `flatness` (both traces) and `transfer` (all probes, those on few sentences too).
+    """
     measures = [measure for one in scale.experiments.values() for part in one.measurements for measure in part.measures]
-    probes = {m.removeprefix("probe-"): m for m in dict.fromkeys(measures) if m.startswith("probe-")}
     by_name = {m: {"": m} for m in dict.fromkeys(measures)}
     flatness = {trace: trace for trace in RESCALED if trace in by_name}
+    probes = {}
+    for measure in by_name:
+        kind, _, task = measure.replace("few-shot-", "few_shot-").partition("-")
+        if kind == "few_shot":
+            task, _, examples = task.rpartition("-")
+            task = f"{task} ({examples} examples)"
+        if kind in ("probe", "few_shot"):
+            probes[task] = measure
     return {"kl": {"": "kl"}, **by_name, "flatness": flatness, "transfer": probes}
 
 
