@@ -355,7 +355,7 @@ def verdict(
         )
         for trace in comparison.traces
     }
-    against = dict(_reasons(comparison, best, chances, names, loss_margin, min_ratio, more))
+    against = dict(_reasons(comparison, best, chances, names, loss_margin, min_ratio))
     if against:
         text = [f"No verdict on which is {'flatter' if number == 2 else 'the flattest'}.", *against.values()]
         steps = _next(against, more, with_tasks, is_series=bool(series_of(comparison.models)))
@@ -390,7 +390,6 @@ def _reasons(
     names: Mapping[str, str],
     loss_margin: float,
     min_ratio: float,
-    more: str,
 ) -> Iterator[tuple[Reason, str]]:
     """Yield why the best models by measure, with these probabilities, are not called the flattest, and in words."""
     if (two := unlike(comparison.of("trace"))) is not None:
@@ -406,6 +405,19 @@ def _reasons(
             "activation or heads.",
         )
         return
+    yield from _reasons_of_traces(comparison, best, chances, names, loss_margin, min_ratio)
+    yield from _reasons_of_losses(comparison, best["trace"], names, loss_margin)
+
+
+def _reasons_of_traces(
+    comparison: TraceComparison,
+    best: Mapping[str, str],
+    chances: Mapping[str, float],
+    names: Mapping[str, str],
+    loss_margin: float,
+    min_ratio: float,
+) -> Iterator[tuple[Reason, str]]:
+    """Yield why the traces alone, whatever the losses, do not make one model the flattest; at most one reason."""
     rivals = _rivals(comparison, best)
     superlative = "smaller" if len(set(comparison.originals.values())) == 2 else "smallest"
     smallest = [
@@ -452,10 +464,8 @@ def _reasons(
             if chances[trace] < _SURE and not low <= 1 <= high
         ]
         if narrow:
-            said += (
-                f" The interval of the ratio excludes 1 in {listed(narrow)}, but that of the difference includes 0: "
-            )
-            said += "a verdict needs both."
+            said += f" The interval of the ratio excludes 1 in {listed(narrow)}, but that of the difference includes "
+            said += "0: a verdict needs both."
         yield "open", said
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
@@ -465,11 +475,15 @@ def _reasons(
     elif warning := rarity(_differences(comparison, best["trace"], names), comparison.documents):
         without = _without_rare(comparison, best["trace"], names, loss_margin, min_ratio)
         yield "rare", f"{said}, but {warning}. {without}"
-    pairs = [
-        (name, best["trace"]) for name, original in comparison.originals.items() if original == name != best["trace"]
-    ]
+
+
+def _reasons_of_losses(
+    comparison: TraceComparison, flattest: str, names: Mapping[str, str], loss_margin: float
+) -> Iterator[tuple[Reason, str]]:
+    """Yield that a loss is not shown to be that of the model with the smallest trace; at most one reason."""
+    pairs = [(name, flattest) for name, original in comparison.originals.items() if original == name != flattest]
     if len(comparison.models) == 2:  # in the direction of the table
-        pairs = [comparison.ordered(best["trace"], name) for name, _ in pairs]
+        pairs = [comparison.ordered(flattest, name) for name, _ in pairs]
     differences = {pair: comparison.difference("loss", *pair) for pair in pairs}
     apart = {pair: each for pair, each in differences.items() if not equivalence(each, loss_margin).shown}
     if apart:
