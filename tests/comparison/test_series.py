@@ -233,11 +233,15 @@ def test_what_is_not_compared_at_one_loss_is_said():
     }
     text = compared(tasks).texts()[-1]
     assert text.startswith(said)
-    # a comes to 2.0 only
-    assert "the nearest are a/checkpoint-20 and b/checkpoint-20: second minus first is -0.5 nats" in text
-    assert text.endswith("-0.5 nats, too far for that: measure checkpoints in between.")
-    tasks["b/checkpoint-20"]["loss"] = dataclasses.replace(models["a/checkpoint-20"]["loss"], value=2.0505)
-    assert "second minus first is 0.0505 nats, the same within 0.051 nats. Is that near" in compared(tasks).texts()[-1]
+    tasks["a/checkpoint-10"]["loss"] = dataclasses.replace(models["a/checkpoint-10"]["loss"], value=2.9)
+    text = compared(tasks).texts()[-1]
+    assert "the nearest are a/checkpoint-10 and b/checkpoint-10, and second minus first is -0.4 nats. Mea" in text
+    # the lowest loss of near ones, though others are nearer
+    for name, loss in (("a/checkpoint-10", 2.5), ("b/checkpoint-20", 2.0405)):
+        tasks[name]["loss"] = dataclasses.replace(models[name]["loss"], value=loss)
+    text = compared(tasks).texts()[-1]
+    assert "a/checkpoint-20 and b/checkpoint-20 have the lowest: second minus first is 0.0405 nats, the same " in text
+    assert "same within 0.041 nats. Is that near" in text
 
 
 def test_checkpoints_of_which_one_input_makes_up_much_of_the_error_are_named():

@@ -19,7 +19,7 @@ from isoloss.studies.answer import card_of, claim_rows
 from isoloss.studies.claims import Answer, ClaimResult, Verdict, p_value
 from isoloss.studies.summary import Family, Summary, claim_table, explanations
 
-SCALE = "where these disagree, the scale of the weights may decide the trace"
+SCALE = "where trace and minimal trace disagree, the scale of the weights may decide the trace"
 GRAMMARS = [f"g{i // 2}" for i in range(12)]
 NOISE = np.random.default_rng(0).normal(size=(4, 12))
 # clear, fair, none at all, clear the other way

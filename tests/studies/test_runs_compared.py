@@ -15,6 +15,7 @@ from isoloss.statistics.estimate import rounded
 from isoloss.statistics.significance import equivalence
 from isoloss.studies import Experiment, Measurement, Scale
 from isoloss.studies.answer import Comparison, below_majority, definitions, setup, task_of, title_of
+from isoloss.studies.page import _with_baselines, shown
 from isoloss.studies.results import CheckpointEstimate, Results, change
 from known_estimates import ON, estimate
 
@@ -254,6 +255,24 @@ def test_the_setup_has_the_languages_of_runs_in_words():
         config = dataclasses.replace(one.config, language=PRESETS["pcfg-laptop"][0])
         found.experiments[name] = dataclasses.replace(one, config=config)
     assert f"trained on pcfg-laptop ({PRESETS['pcfg-laptop'][1]})." in setup(found)
+
+
+def test_a_probe_on_the_tokens_is_a_line_beside_probes_on_as_many_sentences():
+    accuracies = {"few-shot-root-50": 0.7, "few-shot-root-80": 0.8, "probe-root": 0.6, "one-hot-root": 0.55}
+    found = results({"a": {"loss": 3.0} | accuracies})
+    for checkpoint in found.checkpoints.values():
+        for key in accuracies:
+            one = dataclasses.replace(checkpoint[key], unit="accuracy", settings={"num_train": 50})
+            checkpoint[key] = dataclasses.replace(one, value=0.55) if key == "one-hot-root" else one
+    lines = {column.name: column.reference for column in _with_baselines(found, shown(found))}
+    assert lines.pop("few-shot-root-50") == lines.pop("probe-root") == pytest.approx(55)
+    assert lines == {"loss": None, "few-shot-root-80": None}
+    # of two languages, say, tokens have two accuracies, and each checkpoint its own point
+    other = found.checkpoints["a-1", 10]["one-hot-root"]
+    found.checkpoints["a-1", 10]["one-hot-root"] = dataclasses.replace(other, value=0.5)
+    columns = _with_baselines(found, shown(found))
+    assert [column.reference for column in columns if column.name == "one-hot-root"] == [None]
+    assert not any(column.reference for column in columns)
 
 
 @pytest.mark.parametrize(

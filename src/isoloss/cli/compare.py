@@ -274,7 +274,7 @@ def _next(
         # steps of one run have no other run to be paired with
         if None not in patterns and patterns[0] != patterns[1]:
             commands.append(common.command("compare", *arguments[:first], *patterns, *arguments[first + count :]))
-    if first is not None and nearest is not None and nearest[-1] <= FARTHEST:
+    if first is not None and nearest is not None and nearest[-1] <= max(FARTHEST, args.loss_margin):
         *two, margin = nearest
         others = [*arguments[:first], *two, *arguments[first + count :]]
         if margin > args.loss_margin:

@@ -73,7 +73,7 @@ _STATES = {
 _ROBUST = {"int4-rise": "More robust at 4 bits?", "noise-rise": "More robust to noise?"}
 _MOST_RARE = 5  # models that are named because one input makes up much of their error
 _MILLI = 1e-3  # nats, below which values are shown in thousandths
-FARTHEST = 10 * LOSS_MARGIN  # nats, beyond which two losses are not called near
+FARTHEST = 5 * LOSS_MARGIN  # nats, beyond which two losses are not called near
 _BRIEF = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise")
 
 
@@ -186,21 +186,21 @@ class ModelComparison(TraceComparison):
 
     @functools.cached_property
     def nearest(self) -> tuple[str, str, float] | None:
-        """The checkpoints of two series with the nearest losses, and a margin in nats within which these are the same.
+        """Checkpoints of two series with near losses, and a margin in nats within which these are the same.
 
-        One of the two has the lowest loss of its series, to which the other series comes, too. None if no two series
-        are compared at the same loss, or only copies.
+        Of the pairs whose losses are near, it is the one with the lowest loss; if none is, the one with the nearest
+        losses. None if no two series are compared at the same loss, or only copies.
         """
         margins, losses = {}, {model: loss.value for model, loss in self.of("loss").items()}
         for other in (name for name, found in self.pairs_at_same_loss.items() if found):
-            both = [list(each.values()) for each in (next(iter(self.series.values())), self.series[other])]
-            last = max((min(each, key=losses.__getitem__) for each in both), key=losses.__getitem__)
-            for two in itertools.product(*both):
-                if last in two and self.originals[two[0]] != self.originals[two[1]]:
+            for two in itertools.product(next(iter(self.series.values())).values(), self.series[other].values()):
+                if self.originals[two[0]] != self.originals[two[1]]:
                     margins[two] = equivalence(self.difference("loss", *two), self.loss_margin).smallest_margin
         if not margins:
             return None
-        first, second = min(margins, key=margins.__getitem__)
+        near = [two for two, margin in margins.items() if margin <= max(FARTHEST, self.loss_margin)]
+        lowest = {two: (max(losses[model] for model in two), margins[two]) for two in near}
+        first, second = min(lowest, key=lowest.__getitem__) if near else min(margins, key=margins.__getitem__)
         # the next thousandth of a nat, as a difference at the margin itself is not within it
         return first, second, max(self.loss_margin, (math.floor(1000 * margins[first, second]) + 1) / 1000)
 
@@ -270,7 +270,10 @@ class ModelComparison(TraceComparison):
                 answer = f"{flattest}, {at}" if flattest else f"No verdict {at}: {REASONS[judged.reasons[0]]}"
                 detail = f"{other}'s {of_two} {first}'s ({last.first}, {last.second})"
                 if len(found) > 1:
-                    detail += f"; the smallest loss of {len(found)} pairs. {counted(found, first, other)}"
+                    detail += f"; the smallest loss of {len(found)} pairs"
+                    counts = f"{'. ' * bool(detail)}{counted(found, first, other)}"
+                    is_judged_elsewhere = not flattest and any(each.comparison.verdict().flattest for each in found)
+                    answer, detail = (answer + counts, detail) if is_judged_elsewhere else (answer, detail + counts)
             question = f"{first} or {other}: which is flatter at the same loss?"
             answers.append(Answer(question=question, answer=answer, detail=detail, holds=True if flattest else None))
         return answers
@@ -327,12 +330,13 @@ class ModelComparison(TraceComparison):
                 names, apart = f"{self.short[one]} and {self.short[two]}", number(self.difference("loss", two, one))
                 text += (
                     " To learn which is more robust at 4 bits or to noise, or better at a task, compare two "
-                    f"checkpoints alone. At the lowest loss that both reach, the nearest are {names}: second minus "
-                    f"first is {apart} nats, "
+                    "checkpoints alone. "
                 )
-                if margin > FARTHEST:
-                    text += "too far for that: measure checkpoints in between."
+                if margin > max(FARTHEST, self.loss_margin):
+                    text += f"None are near enough for that: the nearest are {names}, and second minus first is "
+                    text += f"{apart} nats. Measure checkpoints in between."
                 else:
+                    text += f"Of those with near losses, {names} have the lowest: second minus first is {apart} nats, "
                     text += f"the same within {margin:g} nats."
                     text += (
                         " Is that near enough for you? If you report it, say that the losses were seen before the "

@@ -645,7 +645,7 @@ def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool, *, is_seri
     if "loss" not in reasons and not reasons.keys().isdisjoint({"open", "rare", "loss open"}):
         steps.append(f"take {more}")
     if "interpolated" in reasons:
-        steps.append("measure a checkpoint between these two steps")
+        steps.append("measure a checkpoint between these two steps, or train and save one")
     if "near" in reasons:
         steps.append("let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO)")
     if not with_tasks:

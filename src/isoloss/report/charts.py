@@ -43,7 +43,8 @@ def scatter(table: pl.DataFrame, axes: Sequence[tuple[Column, Column]], *, style
     """Two measures of every checkpoint against each other, a panel for each pair of (horizontal, vertical).
 
     Bars are 95 % confidence intervals; a faint line joins a run's checkpoints in the order of steps. Panels of one
-    vertical measure share its axis. Only a panel whose left neighbor has another one names it.
+    vertical measure share its axis. Only a panel whose left neighbor has another one names it. A dashed line marks the
+    vertical measure's value of reference.
     """
     drawing = _Drawing(table, tuple(dict.fromkeys(column for pair in axes for column in pair)), style)
     panels, neighbor = [], None
@@ -52,7 +53,7 @@ def scatter(table: pl.DataFrame, axes: Sequence[tuple[Column, Column]], *, style
         # the vertical axis holds all checkpoints that have `up`, so panels that share it have the same ends
         _, shared = data.panel(drawing.frame, up)
         x, y = _measured(across, ends[across]), _measured(up, shared[up], titled=up != neighbor)
-        panels.append({"layer": drawing.against(rows, (x, across), (y, up))})
+        panels.append({"layer": [*_dashed("y", y, up.reference), *drawing.against(rows, (x, across), (y, up))]})
         neighbor = up
     words = " and ".join(f"{up.title} against {across.title}" for across, up in axes)
     return _side_by_side(panels, drawing.pick, words, note=BARS)

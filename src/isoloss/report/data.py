@@ -41,7 +41,7 @@ class Column:
     unit: str  # E.g. `nats per token`
     log: bool = False  # whether its axis is logarithmic; its values must then be above 0
     percent: bool = False  # whether the column holds a fraction that is shown in percent
-    reference: float | None = None  # the value that means no difference, marked by a line
+    reference: float | None = None  # of no difference, or of a baseline; marked by a line
 
     @property
     def stderr_column(self) -> str:

@@ -94,13 +94,15 @@ def _is_open(answer: Answer) -> bool:
 
 
 def card_of(label: str, result: ClaimResult) -> Card:
-    """Return the card of a claim: the verdict on its case as a gate or the first that was tested, and its difference.
+    """Return the card of a claim: the verdict on one case, and its difference.
 
-    `label` is the question that the claim affirms. A claim about several cases is affirmed by all of them only.
+    The case is the one that was tested as a gate, else the first that is shown, else the first that was tested. `label`
+    is the question that the claim affirms. A claim about several cases is affirmed by all of them only.
     """
     judged = [answer for answer in result.answers if answer.verdict is not Verdict.NOT_TESTED]
+    shown = [answer for answer in judged if answer.verdict is Verdict.SHOWN]
     gate = [answer for answer in result.answers if answer.role != "secondary"]
-    answer = (gate or judged or result.answers)[0]
+    answer = (gate or shown or judged or result.answers)[0]
     tone = TONES[answer.verdict]
     if answer.difference is None:
         return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
@@ -111,8 +113,7 @@ def card_of(label: str, result: ClaimResult) -> Card:
         value = "Not tested: the losses may differ"
         words = [f"by {format_difference(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
     elif mixed:
-        shown = sum(each.verdict is Verdict.SHOWN for each in result.answers)
-        value, tone = f"{shown} of {len(result.answers)} cases shown", "unclear"
+        value, tone = f"{len(shown)} of {len(result.answers)} cases shown", "unclear"
         words = [f"{_title(answer, result.claim)}: {effect} ({detail(answer.difference)}), {result.words(answer)}"]
     elif answer.withheld:
         value, words = f"Not tested: {answer.withheld}", [f"{effect}; {words[0]}"]
@@ -134,7 +135,7 @@ def card_of(label: str, result: ClaimResult) -> Card:
         counts = ", ".join(verdicts if len(verdicts) == 1 else (f"{n} {verdict}" for verdict, n in verdicts.items()))
         words.append(f"{len(others)} more cases below: {counts}")
     if mixed and result.claim.measures == "flatness":
-        words.append("where these disagree, the scale of the weights may decide the trace")
+        words.append("where trace and minimal trace disagree, the scale of the weights may decide the trace")
     return Card(label=label, value=value, detail="; ".join(words), tone=tone)
 
 
@@ -470,7 +471,11 @@ def _end(results: Results) -> str:
     (target, *others) = targets or {None}
     if target is None or others:
         return "at the end of training"
-    return f"each trained until its {'KL' if target[0] == 'kl' else target[0]} was at most {target[1]:g} nats"
+    kind = "KL" if target[0] == "kl" else target[0]
+    return (
+        f"each trained until its {kind} on some validation sentences was at most {target[1]:g} nats (on others, as "
+        "below, it is often a little higher)"
+    )
 
 
 def _seeds(comparison: Comparison) -> str:

@@ -241,7 +241,7 @@ def without_folders(value: Any) -> Any:
 def default_parts(results: Results) -> PageParts:
     """Return the figures of a study that draws none of its own: each estimate against the loss, and over the steps."""
     table = results.table()
-    style, measures = Style.of(table), shown(results)
+    style, measures = Style.of(table), _with_baselines(results, shown(results))
     figures = []
     loss = next((column for column in measures if column.name == results.loss_key), None)
     others = [column for column in measures if column != loss]
@@ -252,7 +252,9 @@ def default_parts(results: Results) -> PageParts:
                 title="Every checkpoint against its loss",
                 chart=charts.scatter(table, [(loss, other) for other in others], style=style),
                 caption="Further left is a better language model. Compare other measures between checkpoints with "
-                "about the same loss.",
+                "about the same loss."
+                + " Dashed: the accuracy of the same probe on the tokens themselves."
+                * any(column.reference is not None for column in others),
             )
         )
     if len(results.checkpoints) > len(results.experiments):
@@ -260,6 +262,28 @@ def default_parts(results: Results) -> PageParts:
         caption = "Each run over the steps of pre-training."
         figures.append(Figure(name="over-time", title="Over the steps of training", chart=chart, caption=caption))
     return PageParts(figures=figures)
+
+
+def _with_baselines(results: Results, columns: Sequence[Column]) -> list[Column]:
+    """Return the columns without probes on the tokens themselves, which are lines of reference beside other probes.
+
+    Such a probe is a line where it has one accuracy for all checkpoints, and as many training sentences as the other.
+    """
+    lines: dict[str, tuple[str, float]] = {}  # the probe on the tokens and its accuracy, by the other and its sentences
+    for column in columns:
+        found = {(each.value, each.settings.get("num_train")) for each in _having(results, column.name)}
+        if column.name.startswith("one-hot-") and len(found) == 1:
+            ((accuracy, examples),) = found
+            task = column.name.removeprefix("one-hot-")
+            lines[f"few-shot-{task}-{examples}"] = lines[f"probe-{task}-{examples}"] = column.name, 100 * accuracy
+    drawn, baselines = [], set()
+    for column in columns:
+        examples = _having(results, column.name)[0].settings.get("num_train")
+        of_few = column.name.startswith("few-shot-")  # they are in its name
+        baseline, reference = lines.get(column.name if of_few else f"{column.name}-{examples}", ("", None))
+        baselines.add(baseline)
+        drawn.append(dataclasses.replace(column, reference=reference))
+    return [column for column in drawn if column.name not in baselines]
 
 
 def shown(results: Results) -> tuple[Column, ...]:
