@@ -513,14 +513,19 @@ def test_at_different_losses_no_model_is_called_more_robust():
     reason = {False: "the losses differ", None: "the losses are not shown to be the same"}[answers["Same loss?"].holds]
     at_ten = dataclasses.replace(comparison, loss_margin=10.0)
     half = times(comparison.models["a"]["int4-rise"], 1e-4 / comparison.models["a"]["int4-rise"].stderr)
-    for size, is_small in ((7e-4, True), (9e-4, False)):  # ± 1e-4
+    for size, is_small in ((7e-4, True), (9e-4, False), (2e-3, False)):  # ± 1e-4
         rises = {"a": dataclasses.replace(half, value=-5e-4), "b": dataclasses.replace(half, value=size)}
         known = {model: each | {"int4-rise": rises[model]} for model, each in comparison.models.items()}
         robust = dataclasses.replace(comparison, models=known).answers()[2]
         assert robust.answer == f"Not judged: {reason}{'; all rises are within ± 0.001 nats' * is_small}"
         robust = dataclasses.replace(at_ten, models=known).answers()[2]
-        told = "No difference that matters: all rises are within ± 0.001 nats"
-        assert (robust.answer == told, robust.holds is None) == (is_small, is_small)
+        told = {
+            7e-4: "No difference that matters: all rises are within ± 0.001 nats",
+            9e-4: "a, whose loss rises less, by 1.4 millinats/token, but no rise is shown to be beyond ± 0.001 nats",
+            2e-3: "a, whose loss rises less, by 0.0025 nats/token",
+        }
+        assert robust.answer == told[size]
+        assert robust.holds is (True if size == 2e-3 else None)
     for place, name in ((2, "int4-rise"), (3, "noise-rise")):
         robust, judged = comparison.answers()[place], at_ten.answers()[place]
         assert (robust.answer, robust.holds) == (f"Not judged: {reason}", None)

@@ -137,12 +137,14 @@ def main(arguments: list[str]) -> int:
         # all measures see the same inputs: how many and which is asked of the trace's settings, which every measure has
         trace: Any = make_measure("trace", settings)
         inputs = context.inputs(trace.num_sequences, trace.seed)
-        about["inputs"] = inputs.description
+        # a loss summed over all sentences takes no inputs, and another measure may take these beside it
+        numbers = {getattr(make_measure(name, settings), "loss_sentences", None) for name in args.measures}
+        about["inputs"] = "all sentences of the language" if numbers == {"all"} else inputs.description
         about["architectures"] = {model.name: model.architecture for model in models}
         for model in models:
             kernel = model.config._attn_implementation
             attention = f", attention {kernel}" if kernel else ""
-            common.note(f"{model.name}: {model.architecture}, {model.kind}{attention}; {inputs.description}")
+            common.note(f"{model.name}: {model.architecture}, {model.kind}{attention}; {about['inputs']}")
 
     stopped: InterruptedEvaluation | None = None
     with common.Progress("measuring", None, "evaluations") as bar:

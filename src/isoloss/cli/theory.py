@@ -26,7 +26,7 @@ EXAMPLES = [
     ("isoloss theory bartlett --length 6", "both sides exactly, on sentences of six brackets"),
     ("isoloss theory sgd-flow --model two-parameters", "a minute: the model whose flow has a closed form"),
     ("isoloss theory sgd-flow --trajectories 256 --batch-sizes 1 2", "a minute: both models, with larger errors"),
-    ("isoloss theory sgd-flow --figure flow.pdf", "two models, three step sizes, three batch sizes, and a control"),
+    ("isoloss theory sgd-flow --figure flow.png", "two models, three step sizes, three batch sizes, and a control"),
     ("isoloss theory sgd-flow --coefficient 0.5", "a coefficient that the simulation contradicts"),
     ("isoloss theory brackets --lengths 6 --figure brackets.pdf", "the shortest sentences alone, and a figure"),
 ]

@@ -45,7 +45,15 @@ from isoloss.statistics.estimate import (
     rounded,
     samples_of,
 )
-from isoloss.statistics.significance import LOSS_MARGIN, MIN_RATIO, all_within, equivalence, mcnemar, p_value
+from isoloss.statistics.significance import (
+    LOSS_MARGIN,
+    MIN_RATIO,
+    all_within,
+    equivalence,
+    is_beyond,
+    mcnemar,
+    p_value,
+)
 from isoloss.statistics.tables import short_names, text_table
 
 # what the tables call an estimate; those that are not here are shown under their own names or not at all
@@ -407,6 +415,10 @@ class ModelComparison(TraceComparison):
         if same and is_small:
             answer = f"No difference that matters: all rises are within ± {_MILLI:g} nats"
             return dataclasses.replace(best, answer=answer, holds=None)
+        if same and best.holds and not any(is_beyond(rise, _MILLI) for rise in self.of(name).values()):
+            # with more inputs, all may turn out to be within: a winner must not depend on how many there are
+            answer = f"{best.answer}, but no rise is shown to be beyond ± {_MILLI:g} nats"
+            return dataclasses.replace(best, answer=answer, holds=None)
         if same and self.loss_margin > LOSS_MARGIN and is_rounded and "int4-loss" in self.names:
             # a smaller rise may be no smaller loss within a wide margin
             return dataclasses.replace(best, detail=f"{best.detail}; {self._rounded_losses()}")
@@ -501,14 +513,17 @@ class ModelComparison(TraceComparison):
     @property
     def warning(self) -> str:
         """That one input makes up much of the error of some traces; empty where none does, or the verdict says so."""
-        if not self.series and len(self.models) > 1 and "rare" in self.verdict().reasons:
-            return ""
+        verdict = None if self.series or len(self.models) == 1 else self.verdict()
+        said = str(verdict) if verdict is not None and "rare" in verdict.reasons else None
         # by document, where these have names: models by trace
         found: dict[str, dict[str, list[str]]] = {}
         for trace in self.traces:
             leading = rare(estimates := self.of(trace))
             for model in sorted(leading, key=leading.__getitem__, reverse=True):
-                of_document = found.setdefault(leading_name(estimates[model], self.documents), {})
+                document = leading_name(estimates[model], self.documents)
+                if said is not None and document in said:
+                    continue
+                of_document = found.setdefault(document, {})
                 of_document.setdefault(trace, []).append(f"{self.short[model]} ({100 * leading[model]:.0f} %)")
         if not found:
             return ""
@@ -523,7 +538,7 @@ class ModelComparison(TraceComparison):
             if not parts:
                 one = f"One of the {samples}{name} makes up more than a quarter of the squared error"
             parts.append(f"{one} of {', and of '.join(traces)}")
-        is_judged = not self.series and self.verdict().flattest is not None
+        is_judged = verdict is not None and verdict.flattest is not None
         return (
             f"{'; '.join(parts)}: with so few like {'them' if len(parts) > 1 else 'it'}, these errors are unreliable."
             + " The verdict rests on their differences, in whose errors no input counts for so much." * is_judged

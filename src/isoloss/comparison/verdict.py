@@ -597,7 +597,7 @@ def _without_rare(
     found = verdict(comparison, loss_margin=loss_margin, min_ratio=min_ratio, names=names)
     if found.flattest is None:
         return f"Without {without}, there is no verdict either: {REASONS[found.reasons[0]]}."
-    return f"Without {without}, {found}"
+    return f"As a hint, since rare inputs may make up much of the mean: without {without}, {found}"
 
 
 def _without(comparison: TraceComparison, sample: int) -> TraceComparison:

@@ -734,7 +734,13 @@ def judge(
             f"mean squared distance over the squared distance of the flow from the start, at K = "
             f"{last[-1].time:.3g}: {distance_fall}; extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; "
             f"{ERRORS:g} standard errors from 0 allowed",
-            {does_not_fall: distances[-1][0] >= allowed_distance, off: _is_off(limit, 0.0)},
+            {
+                does_not_fall: distances[-1][0] >= allowed_distance,
+                off: _is_off(limit, 0.0),
+                "no squared distance is below 0: the step sizes are too large to extrapolate, take smaller ones": (
+                    _is_off(limit, 0.0) and limit.value < 0
+                ),
+            },
             [(distances[-1][1], allowed_distance / ERRORS)],
         ),
         judged(
