@@ -222,6 +222,15 @@ def test_small_values_of_a_series_are_in_the_unit_of_their_title():
     assert answer.detail.startswith("difference -0.3")
 
 
+def test_a_verdict_on_another_pair_stands_beside_that_there_is_none_at_the_smallest_loss():
+    comparison = compared(run("a", [3.0, 2.0], [10.0, 30.0]) | run("b", [3.001, 2.5], [20.0, 24.0]))
+    (answer,) = comparison.answers()
+    assert answer.holds is None
+    assert answer.answer.startswith("No verdict at 2.5")
+    assert answer.answer.endswith(". By both traces, a is flatter in 1 of them and b in none; 1 has no verdict")
+    assert answer.detail.endswith("the smallest loss of 2 pairs")
+
+
 def test_what_is_not_compared_at_one_loss_is_said():
     models = run("a", [3.0, 2.0], [10.0, 20.0]) | run("b", [2.5, 1.5], [9.0, 16.0])
     said = "Only traces are compared at the same loss; other measures are at each checkpoint's own loss."

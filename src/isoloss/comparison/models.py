@@ -289,7 +289,7 @@ class ModelComparison(TraceComparison):
     @property
     def along(self) -> dict[str, str]:
         """The titles of the measures that are shown along the steps of a series."""
-        shown = [name for name in ("loss", *self.traces, "int4-loss", *self.tasks) if name in self.paired]
+        shown = [name for name in ("loss", *self.traces, "int4-rise", *self.tasks) if name in self.paired]
         return {name: self.titles[name] for name in shown}
 
     def _moves(self, series: Series, name: str) -> tuple[str, str]:
@@ -308,7 +308,8 @@ class ModelComparison(TraceComparison):
             difference = self.shown(name, self.difference(name, last, first))
             low, high = difference.ci95
             detail = f"difference {number(difference)}, 95 % {interval(difference)}"
-        word = "rises" if low > 0 else "falls" if high < 0 else "is not shown to change,"
+        up, down = ("grows", "shrinks") if name.endswith("rise") else ("rises", "falls")
+        word = up if low > 0 else down if high < 0 else "is not shown to change,"
         return f"{word} from {values[0]} to {values[1]}", detail
 
     def _series_texts(self, more: str) -> list[str]:

@@ -184,7 +184,9 @@ def counted(found: list[Pair], first: str, second: str) -> str:
         why = Counter(REASONS[each.reasons[0]] for each in verdicts)
         return "None of them has a verdict: " + "; ".join(f"in {count}, {reason}" for reason, count in why.items())
     one, other = (flattest.count(name) or "none" for name in (first, second))
-    return f"By both traces, {first} is flatter in {one} of them and {second} in {other}"
+    open_ones = flattest.count(None)
+    rest = f"; {open_ones} {'has' if open_ones == 1 else 'have'} no verdict" if open_ones else ""
+    return f"By both traces, {first} is flatter in {one} of them and {second} in {other}{rest}"
 
 
 def summary(found: list[Pair], first: str, second: str, more: str) -> str:
