@@ -413,6 +413,25 @@ def test_one_cluster_is_refused():
         estimator.result()
 
 
+def test_controls_that_make_a_part_of_squared_norms_negative_are_dropped():
+    n = 640
+    control = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
+    control[7] = 2 * n
+    # the first column follows the control everywhere, the second one not where the control is enormous
+    norms = torch.stack([1e4 + 10 * control, 1 + control], dim=1)
+    norms[7, 1] = 0
+    results = {}
+    for name, controls, part in (("whole", 1, ()), ("part", 1, (1,)), ("plain", 0, (1,))):
+        estimator = ClusteredRatioEstimator(2, controls, part=part)
+        estimator.add(norms, torch.ones(n), control[:, None][:, :controls])
+        results[name] = estimator.result()
+    assert results["whole"].by_parameter[1] < 0
+    assert results["whole"].stderr < 0.2 * results["plain"].stderr
+    assert results["part"].by_parameter.tolist() == pytest.approx(results["plain"].by_parameter.tolist(), rel=1e-12)
+    assert results["part"].part.value == pytest.approx(float(norms[:, 1].mean()), rel=1e-12)
+    assert results["part"].stderr == pytest.approx(results["plain"].stderr, rel=1e-12)
+
+
 def test_controls_that_a_few_clusters_make_harmful_are_dropped():
     rng = np.random.default_rng(0)
     n, outlier = 256, 3

@@ -143,8 +143,15 @@ def test_a_claim_is_affirmed_by_all_its_cases_only():
     (mixed,) = results_of([claim(0, measures={"a": "m0", "b": "m1"})], contrast(moves, 0, clusters=GRAMMARS))
     assert [each.verdict for each in mixed.answers] == [Verdict.SHOWN, Verdict.CONTRADICTED]
     card = card_of("Does it?", mixed)
-    assert (card.value, card.tone) == ("1 of 2 cases shown", "unclear")
+    assert (card.value, card.tone) == ("1 of 2 cases shown, the opposite in 1", "unclear")
     assert card.detail.endswith("; b: contradicted")
+    moves[0] = np.tile([1.0, -1.0], moves.shape[1])[: moves.shape[1]]
+    (mixed,) = results_of([claim(0, measures={"a": "m0", "b": "m1"})], contrast(moves, 0, clusters=GRAMMARS))
+    card = card_of("Does it?", mixed)
+    assert (card.value, card.tone) == ("The opposite in 1 of 2 cases", "bad")
+    assert card.detail.startswith("b: ")
+    moves[0] = -moves[1]
+    (mixed,) = results_of([claim(0, measures={"a": "m0", "b": "m1"})], contrast(moves, 0, clusters=GRAMMARS))
     flatness = dataclasses.replace(mixed, claim=dataclasses.replace(mixed.claim, measures="flatness"))
     assert card_of("Is it?", flatness).detail.endswith("; b: contradicted; " + SCALE)
     # one case decides a primary claim, and what speaks against it stands beside it

@@ -298,12 +298,17 @@ def _print_parts(args: Any, estimate: Estimate) -> None:
 def _remarks(args: Any, estimate: Estimate, inputs: Any) -> Iterator[str]:
     """What an estimate rests on, and what is to be said of its error."""
     details = estimate.details
+    warning = _rarity(estimate, inputs)
     if not estimate.is_exact:
-        share = _percent(estimate.stderr / estimate.value) if estimate.value > 0 else ""
+        # an error that rests on one input says nothing of how near the value is
+        share = _percent(estimate.stderr / estimate.value) if estimate.value > 0 and not warning else ""
         relative = f"; the error is {share} of the value" * bool(share)
         yield f"95 % interval {interval(estimate)}{relative}, over {samples_of(estimate)}"
-    if warning := _rarity(estimate, inputs):
-        yield f"{warning}; it takes {_what_helps(args, inputs, estimate)}"
+    if warning:
+        yield (
+            f"{warning}, and rare inputs may put the true value far above the interval; it takes "
+            f"{_what_helps(args, inputs, estimate)}"
+        )
     if "majority_rate" in details:
         yield accuracy_bounds(details)
     parameters = f"{details['num_parameters']:,} parameters" if "num_parameters" in details else ""

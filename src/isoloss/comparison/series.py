@@ -172,7 +172,7 @@ def jumps(comparison: TraceComparison, series: Series, names: Mapping[str, str])
                 size = f"to {in_digits(ratio)} times (95 % {in_digits(low)} to {in_digits(high)})"
             yield (
                 f"The {name} jumps between {names[before]} and {names[after]}, {size}: more than {JUMP:g} times "
-                "as far as at the neighboring steps."
+                "the median move at the neighboring steps."
             )
 
 

@@ -530,7 +530,8 @@ class ClusteredRatioEstimator:
 
     A control that is other than 0 in fewer than 32 sequences has the coefficient 0, and of the rest, all but the first
     n / 14 have, with n the sequences outside of the largest fold: N / 16 where each sequence is a cluster. Where the
-    error is more than twice that without any control, as a few clusters with enormous controls make it, all have.
+    error is more than twice that without any control, or the sum over `part` is negative with controls, as a few
+    clusters with enormous controls make them, all have.
 
     The last r controls may be measured from means that are estimates themselves, from an auxiliary sample
     (`isoloss.flatness._ghost.auxiliary.AuxiliarySample`). With n_b the sequences of cluster b, R moves by
@@ -662,7 +663,9 @@ class ClusteredRatioEstimator:
         if not bool(used.any()):
             return best
         nothing = _Clusters(clusters, m, d[:, :0], self._auxiliary.covariance[:0, :0], blocks)
-        return fitted(torch.zeros_like(used)) if _HARMFUL * error(nothing) < best[0].stderr else best
+        # a part of squared norms is no less than 0
+        is_noise = _HARMFUL * error(nothing) < best[0].stderr or best[0].part.value < 0
+        return fitted(torch.zeros_like(used)) if is_noise else best
 
     def _fitted(
         self, a: torch.Tensor, fit: _Clusters, used: torch.Tensor, *, mismatched: bool

@@ -96,13 +96,15 @@ def _is_open(answer: Answer) -> bool:
 def card_of(label: str, result: ClaimResult) -> Card:
     """Return the card of a claim: the verdict on one case, and its difference.
 
-    The case is the one that was tested as a gate, else the first that is shown, else the first that was tested. `label`
-    is the question that the claim affirms. A claim about several cases is affirmed by all of them only.
+    The case is the one that was tested as a gate, else the first that is shown, contradicted or tested, in this order.
+    `label` is the question that the claim affirms. A claim about several cases is affirmed by all of them only.
     """
     judged = [answer for answer in result.answers if answer.verdict is not Verdict.NOT_TESTED]
-    shown = [answer for answer in judged if answer.verdict is Verdict.SHOWN]
+    shown, opposite = (
+        [answer for answer in judged if answer.verdict is verdict] for verdict in (Verdict.SHOWN, Verdict.CONTRADICTED)
+    )
     gate = [answer for answer in result.answers if answer.role != "secondary"]
-    answer = (gate or shown or judged or result.answers)[0]
+    answer = (gate or shown or opposite or judged or result.answers)[0]
     tone = TONES[answer.verdict]
     if answer.difference is None:
         return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
@@ -114,6 +116,10 @@ def card_of(label: str, result: ClaimResult) -> Card:
         words = [f"by {format_difference(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
     elif mixed:
         value, tone = f"{len(shown)} of {len(result.answers)} cases shown", "unclear"
+        if opposite and shown:
+            value += f", the opposite in {len(opposite)}"
+        elif opposite:
+            value, tone = f"The opposite in {len(opposite)} of {len(result.answers)} cases", TONES[Verdict.CONTRADICTED]
         words = [f"{_title(answer, result.claim)}: {effect} ({detail(answer.difference)}), {result.words(answer)}"]
     elif answer.withheld:
         value, words = f"Not tested: {answer.withheld}", [f"{effect}; {words[0]}"]
