@@ -279,10 +279,11 @@ def test_series_end_with_the_checkpoints_of_the_nearest_losses(capsys):
             model.transformer.wte.weight.mul_(factor)
         shutil.copytree(checkpoint, step)
         model.save_pretrained(step)
-    out, _ = call(capsys, "one", "--output", "kept series", "other/*", *DATA, "--num-sequences=40")
+    out, _ = call(capsys, "one", "--output", "kept series", "other/*", *DATA, "--num-sequences=40", "--html=page.html")
     assert "one between steps 1 and 6  other at step 4  no verdict: the interpolation between two steps" in out
     (two,) = (shlex.split(line) for line in out.splitlines() if line.startswith("  isoloss "))
     assert two[2:-2] == ["one/checkpoint-1", "other/step-2", *DATA, "--num-sequences=40"]
+    assert shlex.join(two) in Path("page.html").read_text().partition("Commands to try next</h2>")[2]
     few, _ = call(capsys, "one", "c", *DATA, "--loss-margin", "1", "--num-sequences=4")
     more = next(line for line in few.splitlines() if line.startswith("  isoloss "))
     assert shlex.split(more)[2:] == ["one", "c", *DATA, "--loss-margin", "1", "--num-sequences", "16"]

@@ -176,6 +176,15 @@ def main(arguments: list[str]) -> int:
         more = "more documents in --data (nearly all of its documents are used)"
     elif about["ended"] in ("rtol", "seconds"):
         more = {"rtol": "a smaller --rtol", "seconds": "more time (--seconds)"}[about["ended"]]
+    commands = []
+    if len(compared.models) > 1 and failed is None:
+        # at other losses, more sequences give no verdict either
+        is_open = any("loss" not in each and not _OPEN.isdisjoint(each) for each in reasons)
+        # more than there are would be all
+        most = min(_MORE * num_sequences, compared.num_held or _MORE * num_sequences)
+        taken = most if has_more and is_open else None
+        of_all = () if compared.series else reasons[0]
+        commands = _next(args, arguments, list(models.values()), of_all, taken, compared.nearest)
     if args.json:
         common.emit_json(compared.to_dict())
     else:
@@ -191,16 +200,9 @@ def main(arguments: list[str]) -> int:
         for header, rows, left in compared.pairs_tables():
             common.say("")
             common.print_table("At the same loss", header, rows, left=left)
-        if len(compared.models) > 1 and failed is None:
-            # at other losses, more sequences give no verdict either
-            is_open = any("loss" not in each and not _OPEN.isdisjoint(each) for each in reasons)
-            # more than there are would be all
-            most = min(_MORE * num_sequences, compared.num_held or _MORE * num_sequences)
-            taken = most if has_more and is_open else None
-            of_all = () if compared.series else reasons[0]
-            common.say_next(_next(args, arguments, list(models.values()), of_all, taken, compared.nearest))
+        common.say_next(commands)
     # last, so that a full disk does not cost the table
-    _write(args, compared, common.command("compare", *arguments), more)
+    _write(args, compared, common.command("compare", *arguments), more, commands)
     if failed is None:
         return 0
     count = len(compared.models)
@@ -288,12 +290,12 @@ def _next(
     return commands
 
 
-def _write(args: Any, compared: ModelComparison, command: str, more: str) -> None:
+def _write(args: Any, compared: ModelComparison, command: str, more: str, next_commands: list[str]) -> None:
     """Write the files that were asked for, and say so."""
     if args.html is not None:
         from isoloss.comparison.page import comparison_page
 
-        files.write_text(args.html, comparison_page(compared, command=command, more=more))
+        files.write_text(args.html, comparison_page(compared, command=command, more=more, next_commands=next_commands))
         common.note(f"page: {args.html}")
     if args.figure is not None:
         from isoloss.comparison.figure import trace_against_loss

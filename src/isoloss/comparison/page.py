@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -21,6 +21,7 @@ _LEDE = (
     "flatter. The minimal trace is the smallest trace that rescaling the weights can reach without changing a "
     "prediction."
 )
+_NEXT = "Commands to try next"
 _READING = (
     "Every difference is paired: all models read the same inputs, with the same random probes and the same noise, so "
     "the error that they share cancels. Intervals have 95 % confidence. Errors are over the inputs, not over "
@@ -36,7 +37,9 @@ _READING = (
 )
 
 
-def comparison_page(comparison: ModelComparison, *, command: str = "", more: str = "more inputs") -> str:
+def comparison_page(
+    comparison: ModelComparison, *, command: str = "", more: str = "more inputs", next_commands: Sequence[str] = ()
+) -> str:
     """Return the page of a comparison as one HTML document that loads nothing.
 
     Args:
@@ -44,6 +47,7 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
             only its numbers.
         command: The command line that made the page, which is shown at its end.
         more: What would make the errors smaller, such as more inputs.
+        next_commands: Command lines that may answer what is open.
     """
     # a change over the steps of one series is neither good nor open
     tones: dict[bool | None, Tone] = _TONES | ({None: "neutral"} if len(comparison.series) == 1 else {})
@@ -52,7 +56,7 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
         for answer in comparison.answers()
     ]
     if comparison.series:
-        return _series_page(comparison, cards, command, more)
+        return _series_page(comparison, cards, command, more, next_commands)
     names = comparison.short
     first, *others = names.values()
     title = f"Which of {len(names)} models is the flattest?"
@@ -75,13 +79,16 @@ def comparison_page(comparison: ModelComparison, *, command: str = "", more: str
         Section(title="Verdict", body=verdict),
         Section(title="Differences", body=differences),
         Section(title="Numbers", body=numbers),
+        Section(title=_NEXT, body="\n".join(next_commands)),
         Section(title="How to read this", body=_READING, folded=True),
         Section(title="How it was measured", body="\n".join(filter(None, made)), folded=True),
     ]
     return page(title=title, lede=_LEDE, cards=cards, sections=[each for each in sections if each.body])
 
 
-def _series_page(comparison: ModelComparison, cards: list[Card], command: str, more: str) -> str:
+def _series_page(
+    comparison: ModelComparison, cards: list[Card], command: str, more: str, next_commands: Sequence[str]
+) -> str:
     """Return the page of series: a chart for each measure over the steps, and of several series at the same loss."""
     # with polars and the scripts of charts, which the page of two does without
     import polars as pl
@@ -147,6 +154,7 @@ def _series_page(comparison: ModelComparison, cards: list[Card], command: str, m
                 Section(title=f"{header[0]} and {header[1]} at the same loss", body=table(header, cells, left=left))
                 for header, cells, left in comparison.pairs_tables()
             ),
+            *([Section(title=_NEXT, body="\n".join(next_commands))] if next_commands else ()),
             Section(title="How to read this", body=_READING, folded=True),
         ],
         table=frame,
