@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> int:
         trace: Any = make_measure("trace", settings)
         inputs = context.inputs(trace.num_sequences, trace.seed)
         # a loss summed over all sentences takes no inputs, and another measure may take these beside it
-        numbers = {getattr(make_measure(name, settings), "loss_sentences", None) for name in args.measures}
+        numbers = {getattr(make_measure(name, settings), "loss_sentences", None) for name in args.measures or ()}
         about["inputs"] = "all sentences of the language" if numbers == {"all"} else inputs.description
         about["architectures"] = {model.name: model.architecture for model in models}
         for model in models:
