@@ -289,7 +289,7 @@ class ModelComparison(TraceComparison):
     @property
     def along(self) -> dict[str, str]:
         """The titles of the measures that are shown along the steps of a series."""
-        shown = [name for name in ("loss", *self.traces, "int4-rise", *self.tasks) if name in self.paired]
+        shown = [name for name in ("loss", *self.traces, "int4-loss", *self.tasks) if name in self.paired]
         return {name: self.titles[name] for name in shown}
 
     def _moves(self, series: Series, name: str) -> tuple[str, str]:
@@ -308,8 +308,7 @@ class ModelComparison(TraceComparison):
             difference = self.shown(name, self.difference(name, last, first))
             low, high = difference.ci95
             detail = f"difference {number(difference)}, 95 % {interval(difference)}"
-        up, down = ("grows", "shrinks") if name.endswith("rise") else ("rises", "falls")
-        word = up if low > 0 else down if high < 0 else "is not shown to change,"
+        word = "rises" if low > 0 else "falls" if high < 0 else "is not shown to change,"
         return f"{word} from {values[0]} to {values[1]}", detail
 
     def _series_texts(self, more: str) -> list[str]:
@@ -418,7 +417,7 @@ class ModelComparison(TraceComparison):
             return dataclasses.replace(best, answer=answer, holds=None)
         if same and best.holds and not any(is_beyond(rise, _MILLI) for rise in self.of(name).values()):
             # with more inputs, all may turn out to be within: a winner must not depend on how many there are
-            answer = f"{best.answer}, but no rise is shown to be beyond ± {_MILLI:g} nats"
+            answer = f"No difference that matters is shown: no rise is shown to be beyond ± {_MILLI:g} nats"
             return dataclasses.replace(best, answer=answer, holds=None)
         if same and self.loss_margin > LOSS_MARGIN and is_rounded and "int4-loss" in self.names:
             # a smaller rise may be no smaller loss within a wide margin

@@ -102,7 +102,9 @@ def _series_page(
     title = f"How do the measures change over the steps of {first}?"
     if others:
         title = f"At the same loss, which is flatter: {' or '.join(comparison.series)}?"
-    columns = [data.column_of(name, "nats per token") for name in comparison.along]
+    # the loss with rounded weights would look as the loss does
+    along = [name.replace("int4-loss", "int4-rise") for name in comparison.along]
+    columns = [data.column_of(name, "nats per token") for name in along]
     shown = [dataclasses.replace(c, title=TITLES.get(c.name, c.title).capitalize()) for c in columns]
     sizes = {model: trace.details["num_parameters"] for model, trace in comparison.of("trace").items()}
     has_markers = len(set(sizes.values())) <= len(data.MARKERS)
@@ -117,7 +119,13 @@ def _series_page(
                 row[column.freedom_column] = estimate.freedom
             rows.append(row)
     frame = pl.DataFrame(rows)
-    charts = {("steps", "Over the steps", "At each checkpoint."): curves(frame, shown)}
+    about = "At each checkpoint."
+    if "int4-rise" in along:
+        about += (
+            " Rounding is one fixed change of the weights: a rise may be below 0, and move between steps by more than "
+            "its error, which is over texts."
+        )
+    charts = {("steps", "Over the steps", about): curves(frame, shown)}
     panels = []
     for column in (column for column in shown if column.name in comparison.traces):
         drawn = []

@@ -148,6 +148,15 @@ def test_isoloss_eval_takes_every_measure_of_a_language(capsys, checkpoints, tmp
     assert set(same) == set(again.values())
 
 
+@pytest.mark.parametrize(
+    ("measures", "said"), [(("loss",), "all sentences of the language"), (("loss", "trace"), "8 sentences sampled")]
+)
+def test_it_is_said_what_is_measured_on(checkpoints, tmp_path, capsys, measures, said):
+    words = ("measure", checkpoints / "a", "--language", config_file(tmp_path), "--measures", *measures)
+    assert main([*map(str, words), "--loss-sentences", "all", "--num-sequences", "8"]) == 0
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def config_file(folder):
     from isoloss import config as configs
 
