@@ -230,6 +230,10 @@ def test_a_difference_that_is_sure_but_small_gives_no_verdict():
         "RATIO), or ask"
     ) in str(verdict(near))
     assert verdict(near, min_ratio=1.03).flattest == verdict(apart).flattest == "a"
+    # no ratio gives a verdict where the two traces disagree
+    apart = compared({"a": (5000, 3000, 2.0, "1"), "b": (5100, 2950, 2.0, "2")})
+    assert verdict(apart).reasons == ("near",)
+    assert "--min-ratio" not in str(verdict(apart))
     with pytest.raises(IsolossError, match=r"min_ratio is 0\.9"):
         verdict(near, min_ratio=0.9)
 

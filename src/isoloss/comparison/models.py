@@ -350,6 +350,7 @@ class ModelComparison(TraceComparison):
                         " Is that near enough for you? If you report it, say that the losses were seen before the "
                         "margin was set."
                     ) * (margin > self.loss_margin)
+                    text += " For flatness, the pairs above count: they are at one loss."
             texts.append(text)
         return texts
 

@@ -358,7 +358,9 @@ def verdict(
     against = dict(_reasons(comparison, best, chances, names, loss_margin, min_ratio))
     if against:
         text = [f"No verdict on which is {'flatter' if number == 2 else 'the flattest'}.", *against.values()]
-        steps = _next(against, more, with_tasks, is_series=bool(series_of(comparison.models)))
+        # with a smaller ratio there would be a verdict only where the traces are surely in one order
+        in_order = min(chances.values()) >= _SURE and len(set(best.values())) == 1
+        steps = _next(against, more, with_tasks, is_series=bool(series_of(comparison.models)), in_order=in_order)
         text += [f"Next: {', or '.join(steps)}."] if steps else []
         return Verdict(flattest=None, reasons=tuple(against), text=" ".join([*same, *text]))
     ratios = _ratios_in_words(comparison, best, names, names[best["trace"]])
@@ -634,7 +636,7 @@ def warn_unlike(traces: Mapping[str, Estimate]) -> None:
         )
 
 
-def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool, *, is_series: bool) -> list[str]:
+def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool, *, is_series: bool, in_order: bool) -> list[str]:
     steps = []
     if "parameters" in reasons:
         steps.append("give BERT, RoBERTa or OPT models one architecture with isoloss expand")
@@ -646,7 +648,7 @@ def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool, *, is_seri
         steps.append(f"take {more}")
     if "interpolated" in reasons:
         steps.append("measure a checkpoint between these two steps, or train and save one")
-    if "near" in reasons:
+    if "near" in reasons and in_order:
         steps.append("let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO)")
     if not with_tasks:
         steps.append("ask which is better at a task (isoloss compare MODEL MODEL --task TASK)")

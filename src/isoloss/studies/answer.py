@@ -125,6 +125,10 @@ def card_of(label: str, result: ClaimResult) -> Card:
         value, words = f"Not tested: {answer.withheld}", [f"{effect}; {words[0]}"]
     elif answer.verdict is Verdict.NO_EFFECT:
         value = f"{result.words(answer).removesuffix(': shown').capitalize()}: {effect}"
+    elif others and not gate and answer.verdict is Verdict.NOT_SHOWN:
+        value = f"Not shown in any of {len(result.answers)} cases"
+        words = [f"{_title(answer, result.claim)}: {effect} ({detail(answer.difference)})", *_levels(answer)]
+        words += [answer.positive_control] if answer.positive_control else []
     else:
         value = f"{ANSWERS[answer.verdict]}: {effect}"
         # an effect may be shown and small, and beside what is not shown stands the positive control
