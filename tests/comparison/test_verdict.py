@@ -118,6 +118,12 @@ def test_a_margin_that_was_set_and_the_interval_of_its_test_are_said():
     assert "90 %" not in wider.detail
     texts = dataclasses.replace(apart, loss_margin=0.02).texts()
     assert [text.split("? ")[0] for text in texts[2:3]] == ["Same loss"]
+    # beyond the default margin, the losses are beside the answer on flatness too
+    far = dataclasses.replace(with_more(known, "loss", {"a": (2.0, 0.001), "b": (2.03, 0.001)}), loss_margin=0.04)
+    for comparison, is_far in ((far, True), (dataclasses.replace(apart, loss_margin=0.02), False)):
+        flatter = comparison.answers()[1]
+        assert flatter.holds
+        assert ("and that alone may move a trace" in flatter.detail) == is_far
     assert not any(text.startswith("Same loss?") for text in apart.texts())
 
 

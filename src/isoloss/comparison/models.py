@@ -397,6 +397,11 @@ class ModelComparison(TraceComparison):
             if one == found.flattest:
                 beside = f", with {ratio} times the trace of {names[other]}"
             answer = names[found.flattest] + beside
+            if is_beyond(self.difference("loss", one, other), LOSS_MARGIN):
+                parts.append(
+                    "the losses differ, within the margin that was set, and that alone may move a trace: checkpoints "
+                    "in between tell"
+                )
             return Answer(question="Flatter?", answer=answer, detail="; ".join(parts), holds=True)
         # at other losses, nothing else that is open matters
         reason = REASONS["loss" if "loss" in found.reasons else found.reasons[0]]
