@@ -246,7 +246,7 @@ def test_what_is_not_compared_at_one_loss_is_said():
     text = compared(tasks).texts()[-1]
     assert "the nearest are a/checkpoint-10 and b/checkpoint-10, and second minus first is -0.4 nats. Mea" in text
     # the lowest loss of near ones, though others are nearer
-    for name, loss in (("a/checkpoint-10", 2.5), ("b/checkpoint-20", 2.0405)):
+    for name, loss in (("a/checkpoint-10", 2.501), ("b/checkpoint-20", 2.0405)):
         tasks[name]["loss"] = dataclasses.replace(models[name]["loss"], value=loss)
     text = compared(tasks).texts()[-1]
     assert "a/checkpoint-20 and b/checkpoint-20 have the lowest: second minus first is 0.0405 nats, the same " in text

@@ -175,6 +175,23 @@ def test_an_input_that_makes_up_much_of_an_error_gives_no_verdict(other):
         ) == (name == "b")
 
 
+def test_an_input_that_decides_the_error_of_values_is_named_beside_another_that_decides_the_difference():
+    comparison = compared({"a": (5, 3, 2.0, "1"), "b": (7, 4, 2.0, "2")})
+    of_both, of_a = (np.where(np.arange(N) == place, size, 0.0) for place, size in ((3, 60.0), (7, 9.0)))
+    models = {
+        name: each | {"trace": dataclasses.replace(each["trace"], influence=each["trace"].influence + more)}
+        for (name, each), more in zip(comparison.models.items(), (of_both + of_a, of_both), strict=True)
+    }
+    documents = tuple(f"document {i}" for i in range(N))
+    comparison = ModelComparison(
+        models=models, weights=comparison.weights, architectures=comparison.architectures, documents=documents
+    )
+    assert comparison.verdict().reasons == ("rare",)
+    assert "(document 7)" in str(comparison.verdict())
+    assert comparison.warning.startswith("One of the documents (document 3) makes up")
+    assert "document 7" not in comparison.warning
+
+
 @pytest.mark.parametrize(
     ("other", "large", "said"),
     [

@@ -150,6 +150,12 @@ def test_a_claim_is_affirmed_by_all_its_cases_only():
     card = card_of("Does it?", mixed)
     assert (card.value, card.tone) == ("The opposite in 1 of 2 cases", "bad")
     assert card.detail.startswith("b: ")
+    # of several cases, none of which is shown, no one's difference is the answer
+    neither = results_of([claim(0, measures={"a": "m0", "b": "m1"})], contrast(moves[[0, 0]], 0, clusters=GRAMMARS))
+    card = card_of("Does it?", neither[0])
+    assert (card.value, card.tone) == ("Not shown in any of 2 cases", "unclear")
+    assert card.detail.startswith("a: ")
+    assert card.detail.endswith("; b: not shown")
     moves[0] = -moves[1]
     (mixed,) = results_of([claim(0, measures={"a": "m0", "b": "m1"})], contrast(moves, 0, clusters=GRAMMARS))
     flatness = dataclasses.replace(mixed, claim=dataclasses.replace(mixed.claim, measures="flatness"))

@@ -279,7 +279,7 @@ class ModelComparison(TraceComparison):
                 detail = f"{other}'s {of_two} {first}'s ({last.first}, {last.second})"
                 if len(found) > 1:
                     detail += f"; the smallest loss of {len(found)} pairs"
-                    counts = f"{'. ' * bool(detail)}{counted(found, first, other)}"
+                    counts = f". {counted(found, first, other)}"
                     is_judged_elsewhere = not flattest and any(each.comparison.verdict().flattest for each in found)
                     answer, detail = (answer + counts, detail) if is_judged_elsewhere else (answer, detail + counts)
             question = f"{first} or {other}: which is flatter at the same loss?"
