@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 from types import FrameType
+from typing import Any
 
 _received: list[int] = []
 
@@ -26,7 +29,9 @@ def status() -> int:
 def raise_on_sigterm() -> None:
     """Let the first SIGTERM raise `KeyboardInterrupt`, as Ctrl-C does, so that what is open is closed.
 
-    The second one ends the process at once. Where SIGTERM is ignored or handled already, it stays so.
+    The second one ends the process at once. Where SIGTERM is ignored or handled already, it stays so. Python only
+    prints an exception raised in a finalizer, such as `__del__`: a `KeyboardInterrupt` lost in this way, on Ctrl-C
+    too, is raised again.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
@@ -37,4 +42,17 @@ def raise_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise KeyboardInterrupt
 
+    as_before = sys.unraisablehook
+
+    def raise_again(lost: Any) -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            as_before(lost)
+            return
+        number = status() - 128
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, end)
+        # a moment later: raised from here, it would be lost as well
+        threading.Timer(0.01, signal.pthread_kill, [threading.main_thread().ident, number]).start()
+
     signal.signal(signal.SIGTERM, end)
+    sys.unraisablehook = raise_again

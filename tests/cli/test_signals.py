@@ -129,6 +129,18 @@ def test_the_processes_that_torchrun_started(tmp_path):
     assert max(run.steps()) > 1
 
 
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", "143"), ("SIGINT", "130")])
+def test_a_signal_during_a_finalizer_is_not_lost(name, status):
+    code = (
+        "import signal, time\nfrom isoloss import interrupts\ninterrupts.raise_on_sigterm()\n"
+        f"class Last:\n    def __del__(self):\n        signal.raise_signal(signal.{name})\n"
+        "last = Last()\ntry:\n    del last\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print(interrupts.status())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{status}\n", "")
+
+
 def test_the_second_sigterm_ends_at_once(tmp_path):
     code = (
         "import signal, time\nfrom isoloss import interrupts\ninterrupts.raise_on_sigterm()\n"
