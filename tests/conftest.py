@@ -1,5 +1,6 @@
 """What several test files need: a terminal's width, the real data beside the checkout, and a small tokenizer."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ for variable in ("CI", "BUILD_NUMBER"):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 WORDS = [f"{first}{second}" for first in "abcdefghij" for second in "uvwxyz"]
+
+
+def pytest_collection_finish() -> None:
+    """Let every later collection of garbage pass over the thousands of tests and modules that stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,7 @@ from isoloss.statistics.clusters import adjusted_to_loss, cluster_mean
 from isoloss.statistics.estimate import Estimate, number
 from isoloss.statistics.power import paired_power
 from isoloss.statistics.significance import holm
-from isoloss.studies.answer import card_of, claim_rows
+from isoloss.studies.answer import card_of, claim_lines, claim_rows, format_difference
 from isoloss.studies.claims import Answer, ClaimResult, Verdict, p_value
 from isoloss.studies.summary import Family, Summary, claim_table, explanations
 
@@ -104,6 +104,16 @@ def test_models_of_another_loss_are_not_tested_and_their_numbers_are_given():
     assert second.same_loss is None
     # the other test counts, though it could not be made
     assert second.p_adjusted == min(1.0, 2 * second.p_value)
+
+
+def test_the_line_of_what_is_not_tested_says_by_how_much_the_losses_may_differ():
+    moved = contrast(MOVES[:1], 0.02 + NOISE[3] / 1000, clusters=GRAMMARS)
+    (result,) = results_of([claim(0)], moved)
+    [(tone, _, words)] = claim_lines(result)
+    loss = format_difference(result.answer().same_loss.difference)
+    assert tone == "neutral"
+    assert words.startswith(f"not tested: the losses may differ by {loss}, not shown to be within ± 0.01; ")
+    assert card_of("Does it?", result).detail.startswith(f"by {loss}, not shown to be within ± 0.01")
 
 
 def test_the_page_has_the_test_of_equal_loss_beside_the_verdict():

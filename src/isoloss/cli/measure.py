@@ -85,7 +85,8 @@ class Args:
     """Measure on text (.txt, .jsonl, a folder, or a dataset hf:NAME or python:docs) or token ids (.npy, or nanoGPT's
     .bin), instead of a run's own language."""
     language: str | None = None
-    """Measure on a language: a preset (isoloss ls languages) or a file."""
+    """Measure on a language: a preset (isoloss ls languages) or a file; of a grammar file, --length is the longest
+    sentence (default: 64)."""
     output: Path | None = None
     """With --data or --language: a folder for the results, as files."""
     rtol: float | None = configs.setting(None, above=0, below=1)

@@ -113,7 +113,7 @@ def card_of(label: str, result: ClaimResult) -> Card:
     words = [f"{_title(answer, result.claim)}: {detail(answer.difference)}", *_levels(answer)]
     if answer.verdict is Verdict.NOT_TESTED and same_loss is not None and not same_loss.shown:
         value = "Not tested: the losses may differ"
-        words = [f"by {format_difference(same_loss.difference)}, not shown to be within {same_loss.margin:g}"]
+        words = [_by(same_loss)]
     elif mixed:
         value, tone = f"{len(shown)} of {len(result.answers)} cases shown", "unclear"
         if opposite and shown:
@@ -121,6 +121,7 @@ def card_of(label: str, result: ClaimResult) -> Card:
         elif opposite:
             value, tone = f"The opposite in {len(opposite)} of {len(result.answers)} cases", TONES[Verdict.CONTRADICTED]
         words = [f"{_title(answer, result.claim)}: {effect} ({detail(answer.difference)}), {result.words(answer)}"]
+        words += _levels(answer)
     elif answer.withheld:
         value, words = f"Not tested: {answer.withheld}", [f"{effect}; {words[0]}"]
     elif answer.verdict is Verdict.NO_EFFECT:
@@ -166,6 +167,11 @@ def _gate(answer: Answer) -> Equivalence | None:
 def _within(gate: Equivalence) -> str:
     within = f"within ± {gate.margin:g}"
     return f"{within}: shown" if gate.shown else f"not shown to be {within}"
+
+
+def _by(gate: Equivalence) -> str:
+    """Return by how much losses may differ that are not shown to be the same."""
+    return f"by {format_difference(gate.difference)}, {_within(gate)}"
 
 
 def claim_rows(results: Sequence[ClaimResult]) -> list[IntervalRow]:
@@ -244,9 +250,11 @@ def claim_lines(result: ClaimResult) -> list[tuple[Tone, str, str]]:
     """Return for each case of a claim its tone, the case, and the verdict with its effect and 95 % interval."""
     lines = []
     for answer in result.answers:
-        difference = answer.difference
+        difference, gate, verdict = answer.difference, _gate(answer), result.words(answer)
+        if answer.verdict is Verdict.NOT_TESTED and gate is not None and not gate.shown:
+            verdict += f": the losses may differ {_by(gate)}"
         effect = "" if difference is None else f"; {format_difference(difference)} ({detail(difference)})"
-        lines.append((TONES[answer.verdict], answer.case, f"{result.words(answer)}{effect}"))
+        lines.append((TONES[answer.verdict], answer.case, f"{verdict}{effect}"))
     return lines
 
 

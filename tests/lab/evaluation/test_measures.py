@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import io
 import json
+import math
 import shutil
 from typing import Annotated
 
@@ -36,7 +37,7 @@ from isoloss.lab.evaluation.measures.base import (
 )
 from isoloss.lab.evaluation.measures.flatness import flatness_measures
 from isoloss.lab.languages.base import Language
-from isoloss.lab.languages.config import PCFGConfig
+from isoloss.lab.languages.config import PCFGConfig, load_language
 from isoloss.lab.models.make import make_model
 from isoloss.registry import MEASURES
 from isoloss.run_config import ModelConfig, ObjectiveConfig
@@ -370,6 +371,28 @@ def test_sentences_of_a_language_are_masked_as_asked(checkpoints):
         masked(fraction=0.3)
     with pytest.raises(IsolossError, match=r"is measured on a language: leave out --length"):
         masked(length=3)
+
+
+def test_a_recursive_grammar_is_measured_at_the_length_that_is_asked_for(tmp_path):
+    """Tokens are `a` two times in three, at every length, and of one or two tokens there are six sentences."""
+    grammar = tmp_path / "grammar.pcfg"
+    grammar.write_text("S -> S S [0.25] | 'a' [0.5] | 'b' [0.25]\n")
+    language = load_language(grammar, length=2)
+    make_model(ModelConfig(size="d16"), language, seed=0).save_pretrained(tmp_path / "model")
+
+    def measured(language, **inputs):
+        settings = {"loss_sentences": "all"}
+        return evaluate(
+            tmp_path / "model", ["loss"], language=language, settings=settings, inputs=InputConfig(**inputs)
+        )[0].estimates
+
+    found = measured(grammar, length=2)
+    assert found["loss"].num_predictions == 1 + 2 * 2  # masked inputs: of two tokens, either may be the masked one
+    assert found["entropy"].value == pytest.approx(-(2 * math.log(2 / 3) + math.log(1 / 3)) / 3, abs=1e-12)
+    with pytest.raises(IsolossError, match="give a number of sentences to draw or, for a grammar file, a smaller"):
+        measured(grammar)
+    with pytest.raises(IsolossError, match="the language pcfg-laptop is complete as it is: leave out --length"):
+        measured("pcfg-laptop", length=2)
 
 
 def test_two_checkpoints_never_share_a_folder_of_the_output(checkpoints, tmp_path):

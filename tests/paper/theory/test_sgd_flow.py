@@ -176,7 +176,7 @@ def in_rows(**of):
 
 OFF = "off by more than 3 standard errors"
 DOES_NOT_FALL = "from eta = 0.1 to 0.025 it does not fall that fast"
-IMPRECISE = r"the run is too imprecise to tell: it takes about [\d,]+ trajectories or more"
+IMPRECISE = r"the run is too imprecise to tell: take about [\d,]+ trajectories"
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,20 @@ def test_what_is_not_shown_says_why(found, spoil, lost):
         assert statements[number].verdict == "not shown"
         assert re.search(f"; {reason}$", statements[number].evidence)
     assert not any(re.search(f"; ({OFF}|{DOES_NOT_FALL}|{IMPRECISE})", one.evidence) for one in statements if one.shown)
+
+
+def test_an_error_above_its_limit_within_its_sampling_error_does_not_tell(found):
+    """Three standard errors further down, it would be below."""
+
+    def trace(row):
+        return dataclasses.replace(
+            row.trace, value=row.trace.value - 0.02 * row.flow_trace, stderr=0.01 * row.flow_trace
+        )
+
+    first = statements_of(in_rows(trace=trace)(found))[0]
+    assert first.verdict == "not shown"
+    assert re.search(f"; {IMPRECISE}$", first.evidence)
+    assert DOES_NOT_FALL not in first.evidence
 
 
 def test_a_drift_upwards_is_no_control(found):

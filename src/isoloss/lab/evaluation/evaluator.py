@@ -88,7 +88,7 @@ def evaluate(
         language: A language's name or path (see `isoloss.lab.languages.resolve`), or its config.
         objective: What is predicted of the sentences of `language`; None: one masked token, or next tokens, as the
             model is.
-        inputs: How `data` is read.
+        inputs: How `data` is read; `length` also for a language's path, as for `isoloss.lab.languages.resolve`.
         steps: Of runs, the step or steps to measure, `"last"` for the last one; none: all that have a checkpoint.
         settings: How much is measured and how, by the names of the measures' fields, e.g. `{"loss_sentences": 1000}`.
         output: For `data` or a `language`: a folder for the files that a run has in its `evaluations`.
@@ -166,7 +166,9 @@ def evaluate(
     else:
         from isoloss.lab.languages.config import resolve
 
-        language = language if isinstance(language, configs.LanguageConfig) else resolve(str(language))
+        if not isinstance(language, configs.LanguageConfig):
+            language = resolve(str(language), length=inputs.length)
+            inputs = dataclasses.replace(inputs, length=None)
     folders = None if output is None else _folders(Path(output), names)
     import torch
 

@@ -94,7 +94,7 @@ def why_no_exact_targets(
                 f"of {objective.fraction:g}: give a number of sentences to draw"
             )
         reason = why_not_enumerable(language)
-        return reason and f"{reason}: give a number of sentences to draw"
+        return reason and f"{reason}: give a number of sentences to draw or, for a grammar file, a smaller length"
     most = language.max_masked
     if objective.kind == "masked" and objective.masking == "fraction" and most < language.max_length:
         # such a language's sentences are all of one length: masks do not depend on the tokens between special ones

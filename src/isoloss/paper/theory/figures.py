@@ -89,7 +89,7 @@ def _step_errors(settings: Settings, result: Result) -> Panel:
     for index, eta in enumerate((*settings.step_sizes, 0.0)):
         rows = [row for row in (*result.rows, *result.limits) if (row.batch_size, row.step_size) == (least, eta)]
         points = [(row.time, 100 * row.error, 100 * row.trace.stderr / row.flow_trace) for row in rows]
-        series.append(_points(f"η = {eta:g}" if eta else "η to 0", index, points))
+        series.append(_points(f"η = {eta:.3g}" if eta else "η to 0", index, points))
     y = Axis(title=f"SGD minus flow (%), B = {least}")
     return Panel(x=_TIME, y=y, series=series, title=settings.model.name, rule=0.0)
 

@@ -687,7 +687,7 @@ def judge(
     drift = max(abs(trace - control[0]) for trace in control) / abs(fall)
     coefficients_needed = [(value.stderr, PRECISION * coefficient) for value in coefficients.values()]
     falls = errors[-1][0] < allowed_error
-    does_not_fall = f"from eta = {etas[0]:g} to {etas[-1]:g} it does not fall that fast"
+    does_not_fall = f"from eta = {etas[0]:.3g} to {etas[-1]:.3g} it does not fall that fast"
     off = f"off by more than {ERRORS:g} standard errors"
     # errors beyond sampling that do not fall with the step size
     unsettled = "the error of the trace does not fall with the step size, which more trajectories do not change"
@@ -700,7 +700,7 @@ def judge(
             f"B = {least}, extrapolated to eta = 0: off by {limit_errors}; {ERRORS:g} standard errors "
             f"allowed. Root mean square over K, of the errors ± of their standard errors: {error_fall}",
             {
-                does_not_fall: not falls,
+                does_not_fall: _is_above(errors[-1], allowed_error),
                 f"{off} at K = {', '.join(off_times)}: another coefficient, or step sizes too large to extrapolate "
                 "from": bool(off_times),
             },
@@ -735,7 +735,7 @@ def judge(
             f"{last[-1].time:.3g}: {distance_fall}; extrapolated to eta = 0: {rounded(limit.value, limit.stderr)}; "
             f"{ERRORS:g} standard errors from 0 allowed",
             {
-                does_not_fall: distances[-1][0] >= allowed_distance,
+                does_not_fall: _is_above(distances[-1], allowed_distance),
                 off: _is_off(limit, 0.0),
                 "no squared distance is below 0: the step sizes are too large to extrapolate, take smaller ones": (
                     _is_off(limit, 0.0) and limit.value < 0
@@ -765,14 +765,15 @@ def _statement(
 ) -> Statement:
     """Return a statement, shown unless one of `failures` is so or an error in `needed` is above what it may be.
 
-    The evidence of a statement that is not shown ends with the reasons, and with how many trajectories would bring the
-    errors that are needed. If SGD has not settled on the flow, as `unsettled` says, no number of trajectories would.
+    The evidence of a statement that is not shown ends with the reasons, and with how many trajectories would halve the
+    errors that are allowed: at just these, what is judged may still miss its limit by chance. If SGD has not settled on
+    the flow, as `unsettled` says, no number of trajectories would.
     """
     reasons = [reason for reason, failed in failures.items() if failed]
     # the square of how far each is from what is allowed: a standard error falls as the root of their number
     factor = max([(error / allowed) ** 2 for error, allowed in needed], default=0.0)
     if factor > 1:
-        wanted = f": it takes about {float(f'{trajectories * factor:.2g}'):,.0f} trajectories or more"
+        wanted = f": take about {float(f'{4 * trajectories * factor:.2g}'):,.0f} trajectories"
         reasons.append(f"the run is too imprecise to tell{wanted * (not unsettled)}")
     if needed and reasons and unsettled:
         reasons.append(unsettled)
@@ -781,11 +782,17 @@ def _statement(
     return Statement(text=text, evidence=evidence, shown=not reasons, contradicted=contradicted)
 
 
+def _is_above(error: tuple[float, float], allowed: float) -> bool:
+    """Whether an error that must be below `allowed` is not, and no sampling error of its own can be the reason."""
+    value, stderr = error
+    return value >= allowed and (stderr <= allowed / ERRORS or value - ERRORS * stderr >= allowed)
+
+
 def _settling(least_eigenvalue: float | None, etas: Sequence[float], end: float) -> str:
     """Return when SGD settles on the flow, against the end of the run, and what to do where that is too late."""
     text = "Along an eigenvalue h of the Hessian at the start, SGD settles at about K = eta / h"
     if least_eigenvalue is not None:
-        times = " and ".join(f"{eta / least_eigenvalue:.3g} for eta = {eta:g}" for eta in (etas[0], etas[-1]))
+        times = " and ".join(f"{eta / least_eigenvalue:.3g} for eta = {eta:.3g}" for eta in (etas[0], etas[-1]))
         text += f": along the least above 0, h = {least_eigenvalue:.2g}, at K = {times}; the run ends at K = {end:.3g}"
     return f"{text}. If that is too late, try another start or smaller step sizes"
 
@@ -797,10 +804,10 @@ def _fall(errors: Sequence[tuple[float, float]], etas: Sequence[float], unit: st
     that changes its sign is small for a while, and then larger.
     """
     allowed = errors[0][0] * (etas[-1] / etas[0]) ** FALL
-    figures = ", ".join(f"{rounded(*error)}{unit} at eta = {eta:g}" for error, eta in zip(errors, etas, strict=True))
+    figures = ", ".join(f"{rounded(*error)}{unit} at eta = {eta:.3g}" for error, eta in zip(errors, etas, strict=True))
     return (
         f"{figures}; the last and {ERRORS:g} times its standard error must each be below {allowed:.2g}{unit}, which is "
-        f"({etas[-1]:g} / {etas[0]:g})^{FALL:g} times the first",
+        f"({etas[-1]:.3g} / {etas[0]:.3g})^{FALL:g} times the first",
         allowed,
     )
 
