@@ -43,14 +43,14 @@ def test_sgd_beside_the_flow(tmp_path):
         rows = [row for row in result.rows if row.batch_size == 2 and row.step_size == eta]
         assert xy(left["points"]["B = 2"]) == [[row.time, row.trace.value] for row in rows]
         assert left["curves"]["B = 1"][-1]["y"] == pytest.approx(settings.flow_trace(1.0, 1))
-        assert [row["y"] for row in left["points"]["no label noise, after its return to the minimizers"]] == list(
+        assert [row["y"] for row in left["points"]["no label noise, started off the minimizers"]] == list(
             result.control
         )
         limit = xy(right["points"]["η to 0"])
         assert limit == [[row.time, 100 * row.error] for row in result.limits if row.batch_size == 1]
         assert right["names"] == [f"η = {settings.step_sizes[0]:g}", f"η = {eta:g}", "η to 0"]
         assert left["title"] == settings.model.name
-    assert printed(chart)["title"]["text"] == "Bars: standard errors; lines: the flow"
+    assert printed(chart)["title"]["text"] == "Bars: standard errors; lines: the flow, at every η; points: SGD"
     save(chart, tmp_path / "flow.png")
 
 

@@ -45,7 +45,7 @@ def sgd_and_flow(results: Sequence[tuple[Settings, Result]]) -> Spec:
     Lines are the flow, points are SGD with its standard errors, crosses the control without label noise.
     """
     panels = [draw_one(*pair) for pair in results for draw_one in (_traces, _step_errors)]
-    return draw(panels, note=f"{_BARS}; lines: the flow")
+    return draw(panels, note=f"{_BARS}; lines: the flow, at every η; points: SGD")
 
 
 def _points(
@@ -73,11 +73,11 @@ def _traces(settings: Settings, result: Result) -> Panel:
         series.append(_points(f"B = {size}", index, points, marked=False, curve=curve))
     control = list(zip((0.0, *settings.times), result.control, strict=True))
     series.append(
-        Series(name="no label noise, after its return to the minimizers", color=INK, points=control, marker="cross")
+        Series(name="no label noise, started off the minimizers", color=INK, points=control, marker="cross")
     )
     return Panel(
         x=_TIME,
-        y=Axis(title=f"Trace of the Hessian (nats), η = {smallest:g}"),
+        y=Axis(title=f"Trace of the Hessian (nats), η = {smallest:.3g}"),
         series=series,
         title=settings.model.name,
     )
