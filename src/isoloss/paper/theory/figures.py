@@ -72,9 +72,7 @@ def _traces(settings: Settings, result: Result) -> Panel:
         curve = [(time, settings.flow_trace(time, size)) for time in times]
         series.append(_points(f"B = {size}", index, points, marked=False, curve=curve))
     control = list(zip((0.0, *settings.times), result.control, strict=True))
-    series.append(
-        Series(name="no label noise, started off the minimizers", color=INK, points=control, marker="cross")
-    )
+    series.append(Series(name="no label noise, started off the minimizers", color=INK, points=control, marker="cross"))
     return Panel(
         x=_TIME,
         y=Axis(title=f"Trace of the Hessian (nats), η = {smallest:.3g}"),
