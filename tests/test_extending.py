@@ -125,9 +125,9 @@ def test_the_smallest_package_trains(isoloss, folder):
         assert any(name.startswith(kept) for name in state)
 
 
-def test_the_study_of_the_page_has_a_test_for_each_trace_and_each_task(isoloss, folder):
+def test_the_study_of_the_page_has_a_test_for_each_trace_and_each_task_at_each_rate(isoloss, folder):
     planned = isoloss("study", "plan", "study.py", folder=folder / "signum").stdout
-    assert "Secondary tests: 4" in planned
+    assert "Secondary tests: 8" in planned
     assert "64 units" in planned
 
 

@@ -288,4 +288,4 @@ def test_series_end_with_the_checkpoints_of_the_nearest_losses(capsys):
     more = next(line for line in few.splitlines() if line.startswith("  isoloss "))
     assert shlex.split(more)[2:] == ["one", "c", *DATA, "--loss-margin", "1", "--num-sequences", "16"]
     out, _ = call(capsys, *two[2:])
-    assert "More robust at 4 bits? other/step-2, whose loss rises less" in out
+    assert "More robust at 4 bits? No difference that matters" in out

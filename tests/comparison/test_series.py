@@ -124,7 +124,8 @@ def test_two_series_are_compared_where_they_have_one_loss():
     assert second[:3] == ["a at step 20", "b at step 20", "b"]
     (answer,) = comparison.answers()
     assert (answer.question, answer.holds) == ("a or b: which is flatter at the same loss?", True)
-    assert answer.detail.endswith("of 3 pairs. By both traces, a is flatter in none of them and b in 3")
+    assert "of 3 pairs. By both traces, a is flatter in none of them and b in 3. b goes on to 0.5" in answer.detail
+    assert "a goes on" not in answer.detail
     assert "compare checkpoints whose losses are nearer" not in text + str(comparison.to_dict())
     page = comparison_page(comparison)
     assert "At the same loss, which is flatter: a or b?" in page
@@ -222,13 +223,29 @@ def test_small_values_of_a_series_are_in_the_unit_of_their_title():
     assert answer.detail.startswith("difference -0.3")
 
 
+def test_the_least_loss_with_rounded_weights_of_each_series_is_named():
+    models = run("a", [3.0, 2.0], [10.0, 30.0]) | run("b", [3.001, 2.5], [20.0, 24.0])
+    rises = dict(zip(models, (0.2, 0.02, -0.03, 0.04), strict=True))
+    details = {"rounded_weights": 9, "map_weights": 9}
+    for name, rise in rises.items():
+        models[name]["int4-rise"] = dataclasses.replace(models[name]["loss"], value=rise)
+        models[name]["int4-rise"].details.update(details)
+        models[name]["int4-loss"] = dataclasses.replace(models[name]["loss"], value=models[name]["loss"].value + rise)
+    *_, answer = compared(models).answers()
+    assert (answer.question, answer.holds) == ("Least loss with 4-bit weights?", None)
+    assert re.fullmatch(r"a at step 20 2\.02\d* ± [\d.]+, b at step 20 2\.54\d* ± [\d.]+ nats", answer.answer)
+    assert re.search(r"moves the loss of a checkpoint by -0\.03\d* ± .* to 0\.20* ± [\d.]+ nats$", answer.detail)
+
+
 def test_a_verdict_on_another_pair_stands_beside_that_there_is_none_at_the_smallest_loss():
     comparison = compared(run("a", [3.0, 2.0], [10.0, 30.0]) | run("b", [3.001, 2.5], [20.0, 24.0]))
     (answer,) = comparison.answers()
     assert answer.holds is None
     assert answer.answer.startswith("No verdict at 2.5")
     assert answer.answer.endswith(". By both traces, a is flatter in 1 of them and b in none; 1 has no verdict")
-    assert answer.detail.endswith("the smallest loss of 2 pairs")
+    assert answer.detail.endswith(
+        "the smallest loss of 2 pairs. a goes on to 2.00000 ± 0.00025 nats, where b has nothing to compare"
+    )
 
 
 def test_what_is_not_compared_at_one_loss_is_said():
@@ -244,12 +261,15 @@ def test_what_is_not_compared_at_one_loss_is_said():
     assert text.startswith(said)
     tasks["a/checkpoint-10"]["loss"] = dataclasses.replace(models["a/checkpoint-10"]["loss"], value=2.9)
     text = compared(tasks).texts()[-1]
-    assert "the nearest are a/checkpoint-10 and b/checkpoint-10, and second minus first is -0.4 nats. Mea" in text
+    assert "the nearest are a/checkpoint-10 and b/checkpoint-10, and b/checkpoint-10 minus a/checkpoint-10 is " in text
+    assert "Measure checkpoints in between." in text
     # the lowest loss of near ones, though others are nearer
     for name, loss in (("a/checkpoint-10", 2.501), ("b/checkpoint-20", 2.0405)):
         tasks[name]["loss"] = dataclasses.replace(models[name]["loss"], value=loss)
     text = compared(tasks).texts()[-1]
-    assert "a/checkpoint-20 and b/checkpoint-20 have the lowest: second minus first is 0.0405 nats, the same " in text
+    assert (
+        "a/checkpoint-20 and b/checkpoint-20 have the lowest: b/checkpoint-20 minus a/checkpoint-20 is 0.0405" in text
+    )
     assert "same within 0.041 nats. Is that near" in text
 
 

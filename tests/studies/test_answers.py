@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_a_claim_is_affirmed_by_all_its_cases_only():
     assert [each.verdict for each in mixed.answers] == [Verdict.SHOWN, Verdict.CONTRADICTED]
     card = card_of("Does it?", mixed)
     assert (card.value, card.tone) == ("1 of 2 cases shown, the opposite in 1", "unclear")
-    assert card.detail.endswith("; b: contradicted")
+    assert card.detail.endswith(f"; b: {format_difference(mixed.answer('b').difference)}, contradicted")
     moves[0] = np.tile([1.0, -1.0], moves.shape[1])[: moves.shape[1]]
     (mixed,) = results_of([claim(0, measures={"a": "m0", "b": "m1"})], contrast(moves, 0, clusters=GRAMMARS))
     card = card_of("Does it?", mixed)
@@ -165,16 +166,20 @@ def test_a_claim_is_affirmed_by_all_its_cases_only():
     card = card_of("Does it?", neither[0])
     assert (card.value, card.tone) == ("Not shown in any of 2 cases", "unclear")
     assert card.detail.startswith("a: ")
-    assert card.detail.endswith("; b: not shown")
+    assert card.detail.endswith(f"; b: {format_difference(neither[0].answer('b').difference)}, not shown")
     moves[0] = -moves[1]
     (mixed,) = results_of([claim(0, measures={"a": "m0", "b": "m1"})], contrast(moves, 0, clusters=GRAMMARS))
     flatness = dataclasses.replace(mixed, claim=dataclasses.replace(mixed.claim, measures="flatness"))
-    assert card_of("Is it?", flatness).detail.endswith("; b: contradicted; " + SCALE)
+    assert card_of("Is it?", flatness).detail.endswith(", contradicted; " + SCALE)
+    # of the two traces, the one that no rescaling changes comes first, where it is shown, too
+    both = results_of([claim(0, measures={"trace": "m0", "minimal-trace": "m0"})], contrast(moves[:1], 0))
+    flatness = dataclasses.replace(both[0], claim=dataclasses.replace(both[0].claim, measures="flatness"))
+    assert re.match("minimal trace: .*; trace: ", card_of("Is it?", flatness).detail)
     # one case decides a primary claim, and what speaks against it stands beside it
     first = claim(0, measures={"a": "m0", "b": "m1"}, role="primary", case="a")
     card = card_of("Does it?", *results_of([first], contrast(moves, 0, clusters=GRAMMARS)))
     assert card.value.startswith("Yes: +")
-    assert card.detail.endswith("; b: contradicted")
+    assert card.detail.endswith(", contradicted")
 
 
 def test_the_adjusted_difference_is_beside_the_verdict_and_does_not_make_it():

@@ -229,7 +229,7 @@ def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path)
     page = report(folder)[0].read_text()
     assert 'class="banner"' not in page
     assert ", size d16, adamw with learning rate 0.001, " in page
-    assert "until a KL of 1e-09, at most 2 steps" in page
+    assert "until a KL of 1e-09, at most 2 steps; its runs took 2 to 2 (mean 2)" in page
     assert (
         f"<summary>{summary.missed.line}</summary>\n<p>without: {sentence}.</p>\n<p>{summary.missed.next_step}" in page
     )
@@ -294,7 +294,9 @@ def test_claims_that_change_after_the_start_are_said_to_have_changed(capsys, cla
     for old, new in (('"decrease"', '"increase"'), ('"without", 6)', '"without", 3)'), ("flattens", "makes flat")):
         changed = report(old, new)
         assert started["family"]["claims_sha256"] != changed["family"]["claims_sha256"]
-        assert changed["warning"] == "These claims were changed after this study was started: flatter."
+        assert changed["warning"] == (
+            "These claims were changed after this study was started, so that they are exploratory: flatter."
+        )
     assert changed["warning"] in (done / "report" / "index.html").read_text()
     # comments and docstrings are no change, nor is a study that an earlier version started
     assert report("'''The last", "'''Of course the last")["warning"] == ""

@@ -11,6 +11,7 @@ import functools
 import html
 import itertools
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,7 @@ _STATES = {
 _ROBUST = {"int4-rise": "More robust at 4 bits?", "noise-rise": "More robust to noise?"}
 _MOST_RARE = 5  # models that are named because one input makes up much of their error
 _MILLI = 1e-3  # nats, below which values are shown in thousandths
+_OTHER_FOUR_BITS = re.compile("(nf4|int4-.+)-rise")
 FARTHEST = 5 * LOSS_MARGIN  # nats, beyond which two losses are not called near
 _BRIEF = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise")
 
@@ -282,9 +284,36 @@ class ModelComparison(TraceComparison):
                     counts = f". {counted(found, first, other)}"
                     is_judged_elsewhere = not flattest and any(each.comparison.verdict().flattest for each in found)
                     answer, detail = (answer + counts, detail) if is_judged_elsewhere else (answer, detail + counts)
+                detail += self._beyond(last.loss, first, other) + self._beyond(last.loss, other, first)
             question = f"{first} or {other}: which is flatter at the same loss?"
             answers.append(Answer(question=question, answer=answer, detail=detail, holds=True if flattest else None))
+        if others and "int4-loss" in self.names:
+            answers.append(self._rounded_series())
         return answers
+
+    def _beyond(self, loss: Estimate, name: str, other: str) -> str:
+        """Return that a series goes on below the smallest loss at which it is compared; empty where it does not."""
+        least = min((self.models[model]["loss"] for model in self.series[name].values()), key=lambda each: each.value)
+        if least.value >= loss.value - self.loss_margin:
+            return ""
+        return f". {name} goes on to {number(least)} nats, where {other} has nothing to compare"
+
+    def _rounded_series(self) -> Answer:
+        """Return the least loss with 4-bit weights of each series, and how far rounding moves a loss."""
+        least = []
+        for name, series in self.series.items():
+            losses = {f"{name} at step {step:,}": self.models[model]["int4-loss"] for step, model in series.items()}
+            where = min(losses, key=lambda at: losses[at].value)
+            least.append(f"{where if len(series) > 1 else name} {number(losses[where])}")
+        rises = sorted(self.of("int4-rise").values(), key=lambda rise: rise.value)
+        low, high = (number(self.shown("int4-rise", rise)) for rise in (rises[0], rises[-1]))
+        unit = "millinats" if self._scale("int4-rise") > 1 else "nats"
+        return Answer(
+            question="Least loss with 4-bit weights?",
+            answer=f"{', '.join(least)} nats",
+            detail=f"rounding moves the loss of a checkpoint by {low} to {high} {unit}",
+            holds=None,
+        )
 
     @property
     def along(self) -> dict[str, str]:
@@ -335,16 +364,20 @@ class ModelComparison(TraceComparison):
             text = "Only traces are compared at the same loss; other measures are at each checkpoint's own loss."
             if self.nearest is not None:
                 one, two, margin = self.nearest
-                names, apart = f"{self.short[one]} and {self.short[two]}", number(self.difference("loss", two, one))
+                names, minus = (
+                    f"{self.short[one]} and {self.short[two]}",
+                    f"{self.short[two]} minus {self.short[one]}",
+                )
+                apart = number(self.difference("loss", two, one))
                 text += (
                     " To learn which is more robust at 4 bits or to noise, or better at a task, compare two "
                     "checkpoints alone. "
                 )
                 if margin > max(FARTHEST, self.loss_margin):
-                    text += f"None are near enough for that: the nearest are {names}, and second minus first is "
+                    text += f"None are near enough for that: the nearest are {names}, and {minus} is "
                     text += f"{apart} nats. Measure checkpoints in between."
                 else:
-                    text += f"Of those with near losses, {names} have the lowest: second minus first is {apart} nats, "
+                    text += f"Of those with near losses, {names} have the lowest: {minus} is {apart} nats, "
                     text += f"the same within {margin:g} nats."
                     text += (
                         " Is that near enough for you? If you report it, say that the losses were seen before the "
@@ -399,8 +432,8 @@ class ModelComparison(TraceComparison):
             answer = names[found.flattest] + beside
             if is_beyond(self.difference("loss", one, other), LOSS_MARGIN):
                 parts.append(
-                    "the losses differ, within the margin that was set, and that alone may move a trace: checkpoints "
-                    "in between tell"
+                    "the losses differ, within the margin that was set, and that alone may move a trace: to be sure, "
+                    "compare checkpoints whose losses are nearer"
                 )
             return Answer(question="Flatter?", answer=answer, detail="; ".join(parts), holds=True)
         # at other losses, nothing else that is open matters
@@ -417,27 +450,59 @@ class ModelComparison(TraceComparison):
             return Answer(question=question, answer=answer, detail="", holds=None)
         best = self._best(name, question, largest=False)
         same = self._same_loss().holds
-        is_small = all(max(map(abs, rise.ci95)) < _MILLI for rise in self.of(name).values())
-        if same and is_small:
-            answer = f"No difference that matters: all rises are within ± {_MILLI:g} nats"
-            return dataclasses.replace(best, answer=answer, holds=None)
-        if same and best.holds and not any(is_beyond(rise, _MILLI) for rise in self.of(name).values()):
-            # with more inputs, all may turn out to be within: a winner must not depend on how many there are
-            answer = f"No difference that matters is shown: no rise is shown to be beyond ± {_MILLI:g} nats"
-            return dataclasses.replace(best, answer=answer, holds=None)
-        if same and self.loss_margin > LOSS_MARGIN and is_rounded and "int4-loss" in self.names:
-            # a smaller rise may be no smaller loss within a wide margin
-            return dataclasses.replace(best, detail=f"{best.detail}; {self._rounded_losses()}")
+        none_rises = all(rise.ci95[1] < _MILLI for rise in self.of(name).values())
         if same:
+            matters = self._why_it_does_not_matter(name, best, none_rises=none_rises)
+            if matters:
+                return dataclasses.replace(best, answer=matters, holds=None)
+            if best.holds and is_rounded:
+                best = self._over_formats(best)
+            if self.loss_margin > LOSS_MARGIN and is_rounded and "int4-loss" in self.names:
+                # a smaller rise may be no smaller loss within a wide margin
+                return dataclasses.replace(best, detail=f"{best.detail}; {self._rounded_losses()}")
             return best
         # a smaller rise is no advantage at a larger loss
         reason = "the losses differ" if same is False else "the losses are not shown to be the same"
         answer, detail = f"Not judged: {reason}", f"rises of the loss: {best.detail}"
         if is_rounded and "int4-loss" in self.names:
             detail = f"{self._rounded_losses()}; rises: {best.detail}"
-        if is_small:
-            answer += f"; all rises are within ± {_MILLI:g} nats"
+        if none_rises:
+            answer += f"; no loss rises by more than {_MILLI:g} nats"
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
+
+    def _why_it_does_not_matter(self, name: str, best: Answer, *, none_rises: bool) -> str:
+        """Return that a difference of rises does not matter, or is not shown to; empty where it matters or is open.
+
+        It matters where it is above 0.001 nats, and the larger rise, too. That must be shown: with more inputs, it may
+        turn out not to be so, and a winner must not depend on how many there are.
+        """
+        if none_rises:
+            return f"No difference that matters: no loss rises by more than {_MILLI:g} nats"
+        one, other = self._closest(name, largest=False)
+        others = [model for model in self.models if model != one]
+        if all(equivalence(self.difference(name, model, one), _MILLI).shown for model in others):
+            return f"No difference that matters: the rises are within {_MILLI:g} nats of each other"
+        if best.holds and self.models[other][name].ci95[0] <= _MILLI:
+            what = f"{self.short[other]}'s loss is not shown to rise by more than {_MILLI:g} nats"
+            return f"No difference that matters is shown: {what}"
+        if best.holds and not is_beyond(self.difference(name, other, one), _MILLI):
+            what = f"the rises are not shown to differ by more than {_MILLI:g} nats"
+            return f"No difference that matters is shown: {what}"
+        return ""
+
+    def _over_formats(self, best: Answer) -> Answer:
+        """Return the answer at 4 bits beside what other formats of 4 bits say, where these were measured."""
+        one, other = self._closest("int4-rise", largest=False)
+        formats = [name for name in self.paired if _OTHER_FOUR_BITS.fullmatch(name)]
+        against = [name for name in formats if self.difference(name, other, one).ci95[1] < 0]
+        if against:
+            ours, theirs = self.short[one], self.short[other]
+            answer = f"That depends on the format: {ours} by int4-rise, {theirs} by {listed(against)}"
+            return dataclasses.replace(best, answer=answer, holds=None)
+        if not formats:
+            caveat = "other formats of 4 bits may order models in another way (--measures nf4-rise)"
+            return dataclasses.replace(best, detail=f"{best.detail}; {caveat}")
+        return best
 
     def _rounded_losses(self) -> str:
         losses = [f"{self.short[model]} {number(loss)}" for model, loss in self.of("int4-loss").items()]
@@ -448,12 +513,15 @@ class ModelComparison(TraceComparison):
         details = {model: rise.details for model, rise in self.of("int4-rise").items()}
         return {model: (about["rounded_weights"], about["map_weights"]) for model, about in details.items()}
 
-    def _best(self, name: str, question: str, *, largest: bool) -> Answer:
-        names, ranked = self.short, self.ranking(name)
+    def _closest(self, name: str, *, largest: bool) -> tuple[str, str]:
+        """Return the best model and the one that it is least certain to be better than, which need not be the next."""
+        ranked = self.ranking(name)
         best, *others = reversed(ranked) if largest else ranked
-        # the one that it is least certain to be better than, which need not be the next
         rivals = [other for other in others if not self._is_copy(name, best, other)] or others
-        other = max(rivals, key=lambda other: p_value(self.difference(name, best, other)))
+        return best, max(rivals, key=lambda other: p_value(self.difference(name, best, other)))
+
+    def _best(self, name: str, question: str, *, largest: bool) -> Answer:
+        names, (best, other) = self.short, self._closest(name, largest=largest)
         first, second = self.ordered(best, other)
         difference = self.shown(name, self.difference(name, first, second))
         low, high = difference.ci95
@@ -554,7 +622,8 @@ class ModelComparison(TraceComparison):
         """Return the units of the numbers and the samples behind their errors, in words."""
         trace = next(iter(self.of("trace").values()))
         notes = [
-            f"In nats per predicted token unless a unit is named; ± is the standard error over {samples_of(trace)}"
+            "In nats per predicted token unless a unit is named; ± is the standard error over "
+            f"{samples_of(trace)}, not over trainings"
         ]
         if adjusted := adjustment(trace):
             # the same checkpoint behind another first model may be adjusted in another way

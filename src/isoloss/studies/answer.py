@@ -21,7 +21,7 @@ from isoloss.run_config import TrainConfig
 from isoloss.statistics.comparison import independent_difference
 from isoloss.statistics.estimate import Estimate, interval, number, rounded
 from isoloss.statistics.significance import LOSS_MARGIN, Equivalence, all_within, p_value
-from isoloss.studies.claims import GATES, Answer, Claim, ClaimResult, Verdict
+from isoloss.studies.claims import CONTROL_SHOWN, GATES, Answer, Claim, ClaimResult, Verdict
 from isoloss.studies.results import (
     RESCALED,
     UNITS,
@@ -96,40 +96,44 @@ def _is_open(answer: Answer) -> bool:
 def card_of(label: str, result: ClaimResult) -> Card:
     """Return the card of a claim: the verdict on one case, and its difference.
 
-    The case is the one that was tested as a gate, else the first that is shown, contradicted or tested, in this order.
-    `label` is the question that the claim affirms. A claim about several cases is affirmed by all of them only.
+    The case is the one that was tested as a gate, else the first that is shown, contradicted or tested, in this order;
+    of a claim about flatness, a minimal trace before a trace, which a rescaling can change. `label` is the question
+    that the claim affirms. A claim about several cases is affirmed by all of them only.
     """
-    judged = [answer for answer in result.answers if answer.verdict is not Verdict.NOT_TESTED]
+    answers = [*result.answers]
+    if result.claim.measures == "flatness":
+        answers.sort(key=lambda answer: not answer.case.startswith("minimal-trace"))
+    judged = [answer for answer in answers if answer.verdict is not Verdict.NOT_TESTED]
     shown, opposite = (
         [answer for answer in judged if answer.verdict is verdict] for verdict in (Verdict.SHOWN, Verdict.CONTRADICTED)
     )
-    gate = [answer for answer in result.answers if answer.role != "secondary"]
-    answer = (gate or shown or opposite or judged or result.answers)[0]
+    gate = [answer for answer in answers if answer.role != "secondary"]
+    answer = (gate or shown or opposite or judged or answers)[0]
     tone = TONES[answer.verdict]
     if answer.difference is None:
         return Card(label=label, value=ANSWERS[answer.verdict], detail=answer.explanation, tone=tone)
-    others, same_loss = [each for each in result.answers if each is not answer], _gate(answer)
-    effect, mixed = format_difference(answer.difference), not gate and len({a.verdict for a in result.answers}) > 1
-    words = [f"{_title(answer, result.claim)}: {detail(answer.difference)}", *_levels(answer)]
+    others, same_loss = [each for each in answers if each is not answer], _gate(answer)
+    effect, mixed = format_difference(answer.difference), not gate and len({each.verdict for each in answers}) > 1
+    title = _title(answer, result.claim)
+    words = [f"{title}: {detail(answer.difference)}", *_levels(answer)]
+    in_full = f"{title}: {effect} ({detail(answer.difference)}), {result.words(answer)}"
     if answer.verdict is Verdict.NOT_TESTED and same_loss is not None and not same_loss.shown:
         value = "Not tested: the losses may differ"
         words = [_by(same_loss)]
     elif mixed:
-        value, tone = f"{len(shown)} of {len(result.answers)} cases shown", "unclear"
+        value, tone = f"{len(shown)} of {len(answers)} cases shown", "unclear"
         if opposite and shown:
             value += f", the opposite in {len(opposite)}"
         elif opposite:
-            value, tone = f"The opposite in {len(opposite)} of {len(result.answers)} cases", TONES[Verdict.CONTRADICTED]
-        words = [f"{_title(answer, result.claim)}: {effect} ({detail(answer.difference)}), {result.words(answer)}"]
-        words += _levels(answer)
+            value, tone = f"The opposite in {len(opposite)} of {len(answers)} cases", TONES[Verdict.CONTRADICTED]
+        words = [in_full, *_levels(answer)]
     elif answer.withheld:
         value, words = f"Not tested: {answer.withheld}", [f"{effect}; {words[0]}"]
     elif answer.verdict is Verdict.NO_EFFECT:
         value = f"{result.words(answer).removesuffix(': shown').capitalize()}: {effect}"
     elif others and not gate and answer.verdict is Verdict.NOT_SHOWN:
-        value = f"Not shown in any of {len(result.answers)} cases"
-        words = [f"{_title(answer, result.claim)}: {effect} ({detail(answer.difference)})", *_levels(answer)]
-        words += [answer.positive_control] if answer.positive_control else []
+        value = f"Not shown in any of {len(answers)} cases"
+        words = [in_full, *_levels(answer), *[CONTROL_SHOWN] * (answer.positive_control == CONTROL_SHOWN)]
     else:
         value = f"{ANSWERS[answer.verdict]}: {effect}"
         # an effect may be shown and small, and beside what is not shown stands the positive control
@@ -140,7 +144,8 @@ def card_of(label: str, result: ClaimResult) -> Card:
     if same_loss is not None and same_loss.shown:
         words.append(f"loss: {format_difference(same_loss.difference)}, {_within(same_loss)}")
     if len(others) == 1:
-        words.append(f"{_title(others[0], result.claim)}: {result.words(others[0])}")
+        other = "" if others[0].difference is None else f"{format_difference(others[0].difference)}, "
+        words.append(f"{_title(others[0], result.claim)}: {other}{result.words(others[0])}")
     elif others:
         verdicts = Counter(each.verdict.value for each in others)
         counts = ", ".join(verdicts if len(verdicts) == 1 else (f"{n} {verdict}" for verdict, n in verdicts.items()))

@@ -382,8 +382,8 @@ class StudyFolder:
         if started is None or [*started.items()] == [*now.items()]:
             return ""
         changed = [name for name in {**started, **now} if started.get(name) != now.get(name)]
-        named = f"These claims were changed after this study was started: {', '.join(changed)}."
-        return named if changed else "The order of the claims was changed after this study was started."
+        so = "changed after this study was started, so that they are exploratory"
+        return f"These claims were {so}: {', '.join(changed)}." if changed else f"The order of the claims was {so}."
 
     def _missed_targets(self, results: Results) -> MissedTargets | None:
         """Return the runs that missed their target loss, with the next step; None if none did."""

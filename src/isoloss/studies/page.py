@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,7 @@ def _having(results: Results, key: str) -> list[CheckpointEstimate]:
 
 def _trainings(results: Results) -> list[str]:
     """Return each way in which models were trained: group, size, optimizers with their rates, and how far."""
-    found: dict[str, None] = {}
+    found: dict[str, list[int]] = {}  # the steps that its runs took to a target
     for name, experiment in results.experiments.items():
         config = experiment.config
         if not isinstance(config, TrainConfig):
@@ -312,8 +313,13 @@ def _trainings(results: Results) -> list[str]:
                 f"{optimizer.name} with learning rate {optimizer.learning_rate:g}, {batch} sentences a step, "
                 f"{target}{stage.steps:,} steps"
             )
-        found[", ".join(parts)] = None
-    return list(found)
+        taken = found.setdefault(", ".join(parts), [])
+        if any(stage.target for stage in config.stages) and results.of_run(name):
+            taken.append(results.last_step(name))
+    return [
+        f"{way}; its runs took {min(taken):,} to {max(taken):,} (mean {statistics.mean(taken):,.0f})" if taken else way
+        for way, taken in found.items()
+    ]
 
 
 def _made(folder: StudyFolder, results: Results, own: Mapping[str, str], summary: Summary) -> dict[str, str]:
