@@ -233,7 +233,7 @@ def test_the_least_loss_with_rounded_weights_of_each_series_is_named():
         models[name]["int4-loss"] = dataclasses.replace(models[name]["loss"], value=models[name]["loss"].value + rise)
     *_, answer = compared(models).answers()
     assert (answer.question, answer.holds) == ("Least loss with 4-bit weights?", None)
-    assert re.fullmatch(r"a at step 20 2\.02\d* ± [\d.]+, b at step 20 2\.54\d* ± [\d.]+ nats", answer.answer)
+    assert re.fullmatch(r"a 2\.02\d* ± [\d.]+ nats \(step 20\), b 2\.54\d* ± [\d.]+ nats \(step 20\)", answer.answer)
     assert re.search(r"moves the loss of a checkpoint by -0\.03\d* ± .* to 0\.20* ± [\d.]+ nats$", answer.detail)
 
 

@@ -162,8 +162,8 @@ def main(arguments: list[str]) -> int:
                 raise
             compared, failed = cast("ModelComparison", stop.complete), stop
     about = next(iter(compared.of("trace").values())).details
-    # of one or two models, or of the last pair of each two series
-    of_pairs = (found[-1].comparison.verdict() for found in compared.pairs_at_same_loss.values() if found)
+    # of one or two models, or of the pairs of each two series
+    of_pairs = (pair.comparison.verdict() for found in compared.pairs_at_same_loss.values() for pair in found)
     verdicts = of_pairs if compared.series else [compared.verdict()] * (len(compared.models) > 1)
     reasons = [each.reasons for each in verdicts]
     # further sequences of the same documents are no further samples of what is rare

@@ -302,15 +302,15 @@ class ModelComparison(TraceComparison):
         """Return the least loss with 4-bit weights of each series, and how far rounding moves a loss."""
         least = []
         for name, series in self.series.items():
-            losses = {f"{name} at step {step:,}": self.models[model]["int4-loss"] for step, model in series.items()}
-            where = min(losses, key=lambda at: losses[at].value)
-            least.append(f"{where if len(series) > 1 else name} {number(losses[where])}")
+            losses = {step: self.models[model]["int4-loss"] for step, model in series.items()}
+            step = min(losses, key=lambda at: losses[at].value)
+            least.append(f"{name} {number(losses[step])} nats" + f" (step {step:,})" * (len(series) > 1))
         rises = sorted(self.of("int4-rise").values(), key=lambda rise: rise.value)
         low, high = (number(self.shown("int4-rise", rise)) for rise in (rises[0], rises[-1]))
         unit = "millinats" if self._scale("int4-rise") > 1 else "nats"
         return Answer(
             question="Least loss with 4-bit weights?",
-            answer=f"{', '.join(least)} nats",
+            answer=", ".join(least),
             detail=f"rounding moves the loss of a checkpoint by {low} to {high} {unit}",
             holds=None,
         )

@@ -199,4 +199,6 @@ def summary(found: list[Pair], first: str, second: str, more: str) -> str:
     if len(found) == 1:
         return f"There is one pair at the same loss: {pair}"
     counts = counted(found, first, second)
+    if any(not {"rare", "open", "loss open"}.isdisjoint(each.comparison.verdict().reasons) for each in found[:-1]):
+        counts += f". For a verdict on others, take {more}"
     return f"There are {len(found)} pairs at the same loss. {counts}. The pair with the smallest loss is {pair}"
