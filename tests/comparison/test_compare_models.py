@@ -525,18 +525,31 @@ def test_at_different_losses_no_model_is_called_more_robust():
         rises = {"a": dataclasses.replace(half, value=low), "b": dataclasses.replace(half, value=high)}
         known = {model: each | {"int4-rise": rises[model]} for model, each in comparison.models.items()}
         robust = dataclasses.replace(comparison, models=known).answers()[2]
-        assert robust.answer == f"Not judged: {reason}{'; no loss rises by more than 0.001 nats' * (high == 7e-4)}"
+        first = "No loss rises by more than 0.001 nats; which is more robust is not judged"
+        assert robust.answer == f"{first if high == 7e-4 else 'Not judged'}: {reason}"
         robust = dataclasses.replace(at_ten, models=known).answers()[2]
         assert robust.answer == told
         assert robust.holds is (True if told.startswith("a, ") else None)
     # the last of these, beside other formats
     assert "; other formats of 4 bits may order models in another way (--measures nf4-rise)" in robust.detail
     swapped = {"a": rises["b"], "b": rises["a"]}
-    for nf4, answer in ((rises, told), (swapped, "That depends on the format: a by int4-rise, b by nf4-rise")):
+    for nf4, answer in (
+        (rises, f"{told}; also by nf4-rise"),
+        (swapped, "That depends on the format: a by int4-rise, b by nf4-rise"),
+    ):
         beside = {model: each | {"nf4-rise": nf4[model]} for model, each in known.items()}
         found = dataclasses.replace(at_ten, models=beside).answers()[2]
-        assert found.answer == answer
+        assert (found.answer, found.holds) == (answer, None if nf4 is swapped else True)
         assert "may order models" not in found.detail
+        assert "; nf4-rise: b " in found.detail
+    little = {model: dataclasses.replace(half, value=5e-4) for model in "ab"}
+    for int4, answer in (
+        (rises, "That depends on the format: a by int4-rise, no difference that matters by nf4-rise"),
+        (little, "No difference that matters, by int4-rise and nf4-rise"),
+    ):
+        beside = {model: each | {"int4-rise": int4[model], "nf4-rise": little[model]} for model, each in known.items()}
+        found = dataclasses.replace(at_ten, models=beside).answers()[2]
+        assert (found.answer, found.holds) == (answer, None)
     for place, name in ((2, "int4-rise"), (3, "noise-rise")):
         robust, judged = comparison.answers()[place], at_ten.answers()[place]
         assert (robust.answer, robust.holds) == (f"Not judged: {reason}", None)

@@ -232,9 +232,10 @@ def test_the_least_loss_with_rounded_weights_of_each_series_is_named():
         models[name]["int4-rise"].details.update(details)
         models[name]["int4-loss"] = dataclasses.replace(models[name]["loss"], value=models[name]["loss"].value + rise)
     *_, answer = compared(models).answers()
-    assert (answer.question, answer.holds) == ("Least loss with 4-bit weights?", None)
-    assert re.fullmatch(r"a 2\.02\d* ± [\d.]+ nats \(step 20\), b 2\.54\d* ± [\d.]+ nats \(step 20\)", answer.answer)
-    assert re.search(r"moves the loss of a checkpoint by -0\.03\d* ± .* to 0\.20* ± [\d.]+ nats$", answer.detail)
+    assert (answer.question, answer.holds) == ("Least loss with 4-bit weights?", True)
+    assert re.fullmatch(r"a/checkpoint-20, by 0\.520* nats", answer.answer)
+    least = r"the least of each: a 2\.020* ± [\d.]+ nats \(step 20\), b 2\.540* ± [\d.]+ nats \(step 20\); "
+    assert re.fullmatch(least + r"rounding moves a loss by -0\.030* ± .* to 0\.20* ± [\d.]+ nats", answer.detail)
 
 
 def test_a_verdict_on_another_pair_stands_beside_that_there_is_none_at_the_smallest_loss():
@@ -263,14 +264,17 @@ def test_what_is_not_compared_at_one_loss_is_said():
     text = compared(tasks).texts()[-1]
     assert "the nearest are a/checkpoint-10 and b/checkpoint-10, and b/checkpoint-10 minus a/checkpoint-10 is " in text
     assert "Measure checkpoints in between." in text
-    # the lowest loss of near ones, though others are nearer
-    for name, loss in (("a/checkpoint-10", 2.501), ("b/checkpoint-20", 2.0405)):
+    # the lowest loss of near ones, though others are nearer, as long as none are the same
+    for name, loss in (("a/checkpoint-10", 2.520), ("b/checkpoint-20", 2.0405)):
         tasks[name]["loss"] = dataclasses.replace(models[name]["loss"], value=loss)
     text = compared(tasks).texts()[-1]
     assert (
         "a/checkpoint-20 and b/checkpoint-20 have the lowest: b/checkpoint-20 minus a/checkpoint-20 is 0.0405" in text
     )
     assert "same within 0.041 nats. Is that near" in text
+    tasks["a/checkpoint-10"]["loss"] = dataclasses.replace(models["a/checkpoint-10"]["loss"], value=2.501)
+    text = compared(tasks).texts()[-1]
+    assert "Of those with the same loss, a/checkpoint-10 and b/checkpoint-10 have the lowest" in text
 
 
 def test_checkpoints_of_which_one_input_makes_up_much_of_the_error_are_named():

@@ -12,7 +12,7 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ _STATES = {
 _ROBUST = {"int4-rise": "More robust at 4 bits?", "noise-rise": "More robust to noise?"}
 _MOST_RARE = 5  # models that are named because one input makes up much of their error
 _MILLI = 1e-3  # nats, below which values are shown in thousandths
+_NO_MATTER = "No difference that matters"
 _OTHER_FOUR_BITS = re.compile("(nf4|int4-.+)-rise")
 FARTHEST = 5 * LOSS_MARGIN  # nats, beyond which two losses are not called near
 _BRIEF = ("loss", "trace", "minimal-trace", "int4-rise", "noise-rise")
@@ -198,8 +199,9 @@ class ModelComparison(TraceComparison):
     def nearest(self) -> tuple[str, str, float] | None:
         """Checkpoints of two series with near losses, and a margin in nats within which these are the same.
 
-        Of the pairs whose losses are near, it is the one with the lowest loss; if none is, the one with the nearest
-        losses. None if no two series are compared at the same loss, or only copies.
+        Of the pairs whose losses are the same, it is the one with the lowest loss; if none are, of those whose losses
+        are near; and if none are near, the one with the nearest losses. None if no two series are compared at the same
+        loss, or only copies.
         """
         margins, losses = {}, {model: loss.value for model, loss in self.of("loss").items()}
         for other in (name for name, found in self.pairs_at_same_loss.items() if found):
@@ -208,7 +210,11 @@ class ModelComparison(TraceComparison):
                     margins[two] = equivalence(self.difference("loss", *two), self.loss_margin).smallest_margin
         if not margins:
             return None
-        near = [two for two, margin in margins.items() if margin <= max(FARTHEST, self.loss_margin)]
+        same, near = (
+            [two for two, margin in margins.items() if margin <= farthest]
+            for farthest in (self.loss_margin, max(FARTHEST, self.loss_margin))
+        )
+        near = same or near
         lowest = {two: (max(losses[model] for model in two), margins[two]) for two in near}
         first, second = min(lowest, key=lowest.__getitem__) if near else min(margins, key=margins.__getitem__)
         # the next thousandth of a nat, as a difference at the margin itself is not within it
@@ -300,19 +306,25 @@ class ModelComparison(TraceComparison):
 
     def _rounded_series(self) -> Answer:
         """Return the least loss with 4-bit weights of each series, and how far rounding moves a loss."""
-        least = []
+        least, models = [], []
         for name, series in self.series.items():
             losses = {step: self.models[model]["int4-loss"] for step, model in series.items()}
             step = min(losses, key=lambda at: losses[at].value)
+            models.append(series[step])
             least.append(f"{name} {number(losses[step])} nats" + f" (step {step:,})" * (len(series) > 1))
         rises = sorted(self.of("int4-rise").values(), key=lambda rise: rise.value)
         low, high = (number(self.shown("int4-rise", rise)) for rise in (rises[0], rises[-1]))
         unit = "millinats" if self._scale("int4-rise") > 1 else "nats"
+        answer, holds = "No difference shown", None
+        best, *others = sorted(models, key=lambda model: self.models[model]["int4-loss"].value)
+        difference = min((self.difference("int4-loss", other, best) for other in others), key=lambda each: each.ci95[0])
+        if difference.ci95[0] > 0:
+            answer, holds = f"{self.short[best]}, by {number(difference)} nats", True
         return Answer(
             question="Least loss with 4-bit weights?",
-            answer=", ".join(least),
-            detail=f"rounding moves the loss of a checkpoint by {low} to {high} {unit}",
-            holds=None,
+            answer=answer,
+            detail=f"the least of each: {', '.join(least)}; rounding moves a loss by {low} to {high} {unit}",
+            holds=holds,
         )
 
     @property
@@ -377,7 +389,8 @@ class ModelComparison(TraceComparison):
                     text += f"None are near enough for that: the nearest are {names}, and {minus} is "
                     text += f"{apart} nats. Measure checkpoints in between."
                 else:
-                    text += f"Of those with near losses, {names} have the lowest: {minus} is {apart} nats, "
+                    near = "near losses" if margin > self.loss_margin else "the same loss"
+                    text += f"Of those with {near}, {names} have the lowest: {minus} is {apart} nats, "
                     text += f"the same within {margin:g} nats."
                     text += (
                         " Is that near enough for you? If you report it, say that the losses were seen before the "
@@ -448,15 +461,14 @@ class ModelComparison(TraceComparison):
             share = f"{100 * shares[least]:.0f} %"
             answer = f"No answer: only {share} of the weights of {self.short[least]}'s linear maps are rounded"
             return Answer(question=question, answer=answer, detail="", holds=None)
-        best = self._best(name, question, largest=False)
-        same = self._same_loss().holds
-        none_rises = all(rise.ci95[1] < _MILLI for rise in self.of(name).values())
+        best, same = self._least_rise(name, question), self._same_loss().holds
         if same:
-            matters = self._why_it_does_not_matter(name, best, none_rises=none_rises)
-            if matters:
-                return dataclasses.replace(best, answer=matters, holds=None)
-            if best.holds and is_rounded:
-                best = self._over_formats(best)
+            formats = [each for each in self.paired if _OTHER_FOUR_BITS.fullmatch(each)] if is_rounded else []
+            if formats:
+                best = self._over_formats({each: self._least_rise(each, question) for each in (name, *formats)})
+            elif best.holds and is_rounded:
+                caveat = "other formats of 4 bits may order models in another way (--measures nf4-rise)"
+                best = dataclasses.replace(best, detail=f"{best.detail}; {caveat}")
             if self.loss_margin > LOSS_MARGIN and is_rounded and "int4-loss" in self.names:
                 # a smaller rise may be no smaller loss within a wide margin
                 return dataclasses.replace(best, detail=f"{best.detail}; {self._rounded_losses()}")
@@ -466,43 +478,50 @@ class ModelComparison(TraceComparison):
         answer, detail = f"Not judged: {reason}", f"rises of the loss: {best.detail}"
         if is_rounded and "int4-loss" in self.names:
             detail = f"{self._rounded_losses()}; rises: {best.detail}"
-        if none_rises:
-            answer += f"; no loss rises by more than {_MILLI:g} nats"
+        if self._none_rises(name):
+            answer = f"No loss rises by more than {_MILLI:g} nats; which is more robust is not judged: {reason}"
         return dataclasses.replace(best, answer=answer, detail=detail, holds=None)
 
-    def _why_it_does_not_matter(self, name: str, best: Answer, *, none_rises: bool) -> str:
-        """Return that a difference of rises does not matter, or is not shown to; empty where it matters or is open.
+    def _none_rises(self, name: str) -> bool:
+        return all(rise.ci95[1] < _MILLI for rise in self.of(name).values())
 
-        It matters where it is above 0.001 nats, and the larger rise, too. That must be shown: with more inputs, it may
-        turn out not to be so, and a winner must not depend on how many there are.
+    def _least_rise(self, name: str, question: str) -> Answer:
+        """Return whose loss rises less, where that matters: by more than 0.001 nats, and the other's by more, too.
+
+        Both must be shown: with more inputs, it may turn out not to be so, and a winner must not depend on how many
+        there are.
         """
-        if none_rises:
-            return f"No difference that matters: no loss rises by more than {_MILLI:g} nats"
-        one, other = self._closest(name, largest=False)
-        others = [model for model in self.models if model != one]
-        if all(equivalence(self.difference(name, model, one), _MILLI).shown for model in others):
-            return f"No difference that matters: the rises are within {_MILLI:g} nats of each other"
-        if best.holds and self.models[other][name].ci95[0] <= _MILLI:
-            what = f"{self.short[other]}'s loss is not shown to rise by more than {_MILLI:g} nats"
-            return f"No difference that matters is shown: {what}"
-        if best.holds and not is_beyond(self.difference(name, other, one), _MILLI):
-            what = f"the rises are not shown to differ by more than {_MILLI:g} nats"
-            return f"No difference that matters is shown: {what}"
-        return ""
+        found, (best, other) = self._best(name, question, largest=False), self._closest(name, largest=False)
+        others = [model for model in self.models if model != best]
+        matters = ""
+        if self._none_rises(name):
+            matters = f": no loss rises by more than {_MILLI:g} nats"
+        elif all(equivalence(self.difference(name, model, best), _MILLI).shown for model in others):
+            matters = f": the rises are within {_MILLI:g} nats of each other"
+        elif found.holds and self.models[other][name].ci95[0] <= _MILLI:
+            matters = f" is shown: {self.short[other]}'s loss is not shown to rise by more than {_MILLI:g} nats"
+        elif found.holds and not is_beyond(self.difference(name, other, best), _MILLI):
+            matters = f" is shown: the rises are not shown to differ by more than {_MILLI:g} nats"
+        return dataclasses.replace(found, answer=f"{_NO_MATTER}{matters}", holds=None) if matters else found
 
-    def _over_formats(self, best: Answer) -> Answer:
-        """Return the answer at 4 bits beside what other formats of 4 bits say, where these were measured."""
-        one, other = self._closest("int4-rise", largest=False)
-        formats = [name for name in self.paired if _OTHER_FOUR_BITS.fullmatch(name)]
-        against = [name for name in formats if self.difference(name, other, one).ci95[1] < 0]
-        if against:
-            ours, theirs = self.short[one], self.short[other]
-            answer = f"That depends on the format: {ours} by int4-rise, {theirs} by {listed(against)}"
-            return dataclasses.replace(best, answer=answer, holds=None)
-        if not formats:
-            caveat = "other formats of 4 bits may order models in another way (--measures nf4-rise)"
-            return dataclasses.replace(best, detail=f"{best.detail}; {caveat}")
-        return best
+    def _over_formats(self, found: Mapping[str, Answer]) -> Answer:
+        """Return one answer on several formats of 4 bits, by the name of the rise."""
+        by: dict[str | None, list[str]] = {}
+        for name, each in found.items():
+            by.setdefault(self.short[self._closest(name, largest=False)[0]] if each.holds else None, []).append(name)
+        first, *others = found
+        if len(by) > 1:
+            parts = [f"{best or 'no difference that matters'} by {listed(names)}" for best, names in by.items()]
+            answer = f"That depends on the format: {', '.join(parts)}"
+        elif None in by:
+            is_shown = all(each.answer.startswith(f"{_NO_MATTER}:") for each in found.values())
+            answer = f"{_NO_MATTER}{'' if is_shown else ' is shown'}, by {listed([*found])}"
+        else:
+            answer = f"{found[first].answer}; also by {listed(others)}"
+        detail = "; ".join(f"{name}: {each.detail}" for name, each in found.items())
+        return dataclasses.replace(
+            found[first], answer=answer, detail=detail, holds=None if len(by) > 1 or None in by else True
+        )
 
     def _rounded_losses(self) -> str:
         losses = [f"{self.short[model]} {number(loss)}" for model, loss in self.of("int4-loss").items()]
@@ -615,7 +634,7 @@ class ModelComparison(TraceComparison):
         is_judged = verdict is not None and verdict.flattest is not None
         return (
             f"{'; '.join(parts)}: with so few like {'them' if len(parts) > 1 else 'it'}, these errors are unreliable."
-            + " The verdict rests on their differences, in whose errors no input counts for so much." * is_judged
+            + " The verdict rests on their differences, which are less uneven, or far beyond what counts." * is_judged
         )
 
     def caption(self) -> str:

@@ -175,6 +175,7 @@ def in_rows(**of):
 
 
 OFF = "off by more than 3 standard errors"
+TOO_LARGE = r"step sizes too large to extrapolate from \(take smaller ones\)"
 DOES_NOT_FALL = "from eta = 0.1 to 0.025 it does not fall that fast"
 IMPRECISE = r"the run is too imprecise to tell: take about [\d,]+ trajectories"
 
@@ -189,7 +190,7 @@ IMPRECISE = r"the run is too imprecise to tell: take about [\d,]+ trajectories"
         ),
         (
             in_limit(0, trace=off_the_flow),
-            {0: rf"{OFF} at K = 0\.5: another coefficient, or step sizes too large to extrapolate from"},
+            {0: rf"{OFF} at K = 0\.5: another coefficient, or {TOO_LARGE}"},
         ),
         (
             in_rows(trace=lambda row: dataclasses.replace(row.trace, stderr=0.01 * row.flow_trace)),
@@ -208,7 +209,11 @@ IMPRECISE = r"the run is too imprecise to tell: take about [\d,]+ trajectories"
             in_rows(distance=lambda row: dataclasses.replace(row.distance, value=row.distance.value + 1.0)),
             {3: DOES_NOT_FALL},
         ),
-        (in_limit(1, distance=lambda _: estimate(0.05, 0.01)), {3: OFF}),
+        (in_limit(1, distance=lambda _: estimate(0.05, 0.01)), {3: f"{OFF}: another coefficient, or {TOO_LARGE}"}),
+        (
+            in_limit(1, distance=lambda _: estimate(-0.05, 0.01)),
+            {3: f"{OFF}, and no squared distance is below 0: {TOO_LARGE}"},
+        ),
         (in_rows(distance=lambda row: dataclasses.replace(row.distance, stderr=row.distance.value)), {3: IMPRECISE}),
         # the control
         (lambda found: dataclasses.replace(found, control=(0.8, 0.8, 0.799)), {4: "it changes by more"}),

@@ -689,6 +689,7 @@ def judge(
     falls = errors[-1][0] < allowed_error
     does_not_fall = f"from eta = {etas[0]:.3g} to {etas[-1]:.3g} it does not fall that fast"
     off = f"off by more than {ERRORS:g} standard errors"
+    too_large = "step sizes too large to extrapolate from (take smaller ones)"
     # errors beyond sampling that do not fall with the step size
     unsettled = "the error of the trace does not fall with the step size, which more trajectories do not change"
     unsettled *= not falls and bool(off_times)
@@ -701,8 +702,7 @@ def judge(
             f"allowed. Root mean square over K, of the errors ± of their standard errors: {error_fall}",
             {
                 does_not_fall: _is_above(errors[-1], allowed_error),
-                f"{off} at K = {', '.join(off_times)}: another coefficient, or step sizes too large to extrapolate "
-                "from": bool(off_times),
+                f"{off} at K = {', '.join(off_times)}: another coefficient, or {too_large}": bool(off_times),
             },
             [(errors[-1][1], allowed_error / ERRORS)],
             unsettled=unsettled and f"{unsettled}. {_settling(least_eigenvalue, etas, at_zero[-1].time)}",
@@ -736,10 +736,8 @@ def judge(
             f"{ERRORS:g} standard errors from 0 allowed",
             {
                 does_not_fall: _is_above(distances[-1], allowed_distance),
-                off: _is_off(limit, 0.0),
-                "no squared distance is below 0: the step sizes are too large to extrapolate, take smaller ones": (
-                    _is_off(limit, 0.0) and limit.value < 0
-                ),
+                f"{off}: another coefficient, or {too_large}": _is_off(limit, 0.0) and limit.value > 0,
+                f"{off}, and no squared distance is below 0: {too_large}": _is_off(limit, 0.0) and limit.value < 0,
             },
             [(distances[-1][1], allowed_distance / ERRORS)],
         ),
