@@ -81,8 +81,8 @@ _MOST_PAIRED = 20  # models whose differences are all in JSON
 _MOST_NAMED = 3  # models whose losses are given one by one
 _MOST_LEFT_OUT = 3  # samples that decide an error, to tell the verdict without them
 # Standard errors beyond the smallest ratio that counts, from which an error that rests on one input may be far off: of
-# log-normal inputs with a sigma of 3, two models with one trace came so far
-# apart in 0 to 3 % of samples of 64 to 512, and two standard errors apart in 15 to 31 %.
+# log-normal inputs with a sigma of 3, two models with one trace came so far apart in 0 to 3 % of samples of 64 to 512,
+# and two standard errors apart in 15 to 31 %.
 _FAR, _ENOUGH = 10, 64
 _SAME_NATS = 1e-5  # root mean square over samples, below which losses of two models differ by rounding
 
