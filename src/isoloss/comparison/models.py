@@ -367,6 +367,7 @@ class ModelComparison(TraceComparison):
                 texts.append(summary(found, first, other, more))
                 continue
             texts.append(f"The losses of {first} and {other} never overlap, so they have no pair at the same loss.")
+        texts += [str(self._rounded_series())] if len(self.series) > 1 and "int4-loss" in self.names else []
         if any(self.pairs_at_same_loss.values()):
             texts.append(
                 "One run with each of two settings shows how these runs differ, but says nothing about the settings: "

@@ -169,6 +169,7 @@ def _series_page(
         shown=shown,
         command=command,
         settings={"inputs": comparison.inputs},
+        elsewhere="add --csv FILE to the command",
     )
 
 

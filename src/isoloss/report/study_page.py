@@ -52,6 +52,7 @@ def render(
     command: str,
     settings: Mapping[str, str],
     configs: Mapping[str, str] | None = None,
+    elsewhere: str = "export the study: its values are a table of their own",
     banner: str = "",
     note: Markup | None = None,
 ) -> str:
@@ -60,7 +61,7 @@ def render(
     The first figure comes first, then the sections that are not folded, the other figures, the folded sections, every
     checkpoint, and how the study was made: the `settings` by name and the `command` that makes the page again. `table`
     has every evaluated checkpoint, as `isoloss.report.data.prepare` takes it, and `shown` the measures to show;
-    `configs` the resolved config of each run, as TOML. Title, lede, cards, banner and note are those of
+    `configs` the resolved config of each run, as TOML; `elsewhere` says where the values are without scripts. Title, lede, cards, banner and note are those of
     `isoloss.report.html.page`.
     """
     drawn = drawings(figures)
@@ -78,7 +79,7 @@ def render(
         choices=("group", "size", "step"),
         fields={name: (name, 1) for name in ("run", "group", "size")},
         configs=configs,
-        elsewhere="export the study: its values are a table of their own",
+        elsewhere=elsewhere,
     )
     return page(
         title=title,
