@@ -61,8 +61,8 @@ def render(
     The first figure comes first, then the sections that are not folded, the other figures, the folded sections, every
     checkpoint, and how the study was made: the `settings` by name and the `command` that makes the page again. `table`
     has every evaluated checkpoint, as `isoloss.report.data.prepare` takes it, and `shown` the measures to show;
-    `configs` the resolved config of each run, as TOML; `elsewhere` says where the values are without scripts. Title, lede, cards, banner and note are those of
-    `isoloss.report.html.page`.
+    `configs` the resolved config of each run, as TOML; `elsewhere` says where the values are without scripts. Title,
+    lede, cards, banner and note are those of `isoloss.report.html.page`.
     """
     drawn = drawings(figures)
     first = [Section(title=figures[0].title, body=drawn[0])] if figures else []
