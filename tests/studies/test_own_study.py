@@ -12,6 +12,7 @@ from isoloss.cli import study as command
 from isoloss.cli.main import main
 from isoloss.errors import IsolossError
 from isoloss.registry import OPTIMIZERS
+from isoloss.runs import Run
 from isoloss.statistics.estimate import rounded
 from isoloss.studies import load_study, page
 from isoloss.studies.folder import StudyFolder
@@ -305,6 +306,19 @@ def test_claims_that_change_after_the_start_are_said_to_have_changed(capsys, cla
     del document["claims"]
     (done / "study.json").write_text(json.dumps(document))
     assert report('"decrease"', '"increase"')["warning"] == ""
+
+
+def test_runs_of_other_code_are_refused_together_before_anything_is_run(capsys, file, done, monkeypatch):
+    """That a code has changed, tests/test_extending.py shows on a package."""
+    monkeypatch.setattr(Run, "changed_code", lambda self: ["optimizer own"])
+    before = sorted(done.rglob("*"))
+    assert main(["study", "run", str(file), "--folder", str(done)]) == 2
+    assert capsys.readouterr().err == (
+        f"isoloss study: the code of the optimizer own has changed since 2 runs began (first: {done}/runs/without): "
+        "delete their folders to train them again, which keeps the other runs, choose another --folder, or bring the "
+        "former code back\n"
+    )
+    assert sorted(done.rglob("*")) == before
 
 
 def test_a_plan_names_a_wrong_claim_or_measure_and_not_only_that_the_plan_has_changed(

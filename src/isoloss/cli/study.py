@@ -180,6 +180,7 @@ class _Run(_Working):
         folder.check()
         # refuses a folder of something else before anything is written into it
         folder.exists()
+        folder.check_code()
         settings = self.executor_options(folder, address=self.address, submit_parameters=submit_parameters(self.submit))
         # waiting, as several executors may be started on one new folder at the same time
         with files.lock(folder.path, wait=True):

@@ -150,9 +150,16 @@ def card_of(label: str, result: ClaimResult) -> Card:
         verdicts = Counter(each.verdict.value for each in others)
         counts = ", ".join(verdicts if len(verdicts) == 1 else (f"{n} {verdict}" for verdict, n in verdicts.items()))
         words.append(f"{len(others)} more cases below: {counts}")
-    if mixed and result.claim.measures == "flatness":
-        words.append("where trace and minimal trace disagree, the scale of the weights may decide the trace")
+    if any(_is_of_trace_alone(each, answers) for each in answers) and result.claim.measures == "flatness":
+        words.append("where only the trace is shown, the scale of the weights may decide it")
     return Card(label=label, value=value, detail="; ".join(words), tone=tone)
+
+
+def _is_of_trace_alone(answer: Answer, answers: Sequence[Answer]) -> bool:
+    """Whether a trace has a verdict that the minimal trace of the same models does not have."""
+    minimal = [each for each in answers if each.case == f"minimal-{answer.case}"]
+    is_judged = answer.verdict in (Verdict.SHOWN, Verdict.CONTRADICTED)
+    return is_judged and any(each.verdict is not answer.verdict for each in minimal)
 
 
 def _levels(answer: Answer) -> list[str]:

@@ -174,6 +174,23 @@ class StudyFolder:
         """The TOML file that a run is made from."""
         return self.path / CONFIGS / f"{name}.toml"
 
+    def check_code(self) -> None:
+        """Refuse to go on with runs that were begun with other code of another package, all of them at once."""
+        runs = [
+            run
+            for name, experiment in self.scale.experiments.items()
+            if isinstance(experiment.config, TrainConfig)
+            and (run := run_of(self.path, name, experiment)).exists
+            and run.changed_code()
+        ]
+        if runs:
+            changed = dict.fromkeys(itertools.chain(*(run.changed_code() for run in runs)))
+            raise IsolossError(
+                f"the code of the {' and the '.join(changed)} has changed since {len(runs)} runs began (first: "
+                f"{runs[0].path}): delete their folders to train them again, which keeps the other runs, choose "
+                "another --folder, or bring the former code back"
+            )
+
     # --- units of work
 
     def plan(self) -> list[Unit]:
