@@ -102,6 +102,9 @@ def test_the_language_is_measured_against_its_truth(isoloss):
 def test_the_algorithm_changed_the_training(isoloss, folder):
     lines = (folder / "runs/dice/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["noise"] == pytest.approx((0.1 / 21**0.55) ** 0.5)
+    # which it may do in any way that torch allows: the compiled step would not notice
+    start = json.loads((folder / "runs/dice/log.jsonl").read_text().splitlines()[0])
+    assert not start["compiled"]
 
 
 def test_the_optimizer_moves_matrices_and_leaves_the_rest_to_adamw(isoloss, folder):

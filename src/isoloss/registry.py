@@ -111,6 +111,10 @@ class Registry:
     def __contains__(self, name: object) -> bool:
         return name in self._all()
 
+    def is_builtin(self, name: str) -> bool:
+        """Whether a component is isoloss's own."""
+        return any(name in components for components in self.builtin.values())
+
     def summary(self, name: str) -> str:
         """Return one line about a component."""
         entry = self._all()[name]

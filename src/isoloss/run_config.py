@@ -86,8 +86,7 @@ class OptimizerConfig:
         """Refuse settings that contradict each other."""
         # its function needs torch, and is loaded when a run begins
         OPTIMIZERS.match(self.name)
-        is_ours = any(self.name in optimizers for optimizers in OPTIMIZERS.builtin.values())
-        if self.momentum and is_ours and self.name not in ("sgd", "muon"):
+        if self.momentum and OPTIMIZERS.is_builtin(self.name) and self.name not in ("sgd", "muon"):
             raise IsolossError(f"momentum is {self.momentum}, but the optimizer is {self.name}: it needs sgd or muon")
         if self.schedule == "constant" and self.decay_steps is not None:
             raise IsolossError(
@@ -284,7 +283,8 @@ class TrainConfig:
     """Matrix products of the loss and its gradient in float32 or, by autocast, bfloat16; weights are float32."""
     compiled: bool = setting(False, omit_default=True)
     """Compute loss and gradient in one compiled piece, several times as fast where the model is narrow: BERT, one
-    masked token a sentence, one thread of a CPU. `isoloss train` turns it on by itself where it is faster."""
+    masked token a sentence, isoloss's own algorithms, one thread of a CPU. `isoloss train` turns it on by itself where
+    it is faster."""
     tensorboard: bool = setting(False, exclude_from_fingerprint=True)
     """Write the numbers of metrics.jsonl also as TensorBoard's files, in the run's folder."""
     parallel: Literal["ddp", "fsdp"] = setting("ddp", exclude_from_fingerprint=True)
@@ -390,6 +390,8 @@ class TrainConfig:
             f"masking is {self.objective.masking!r}; it must be 'one'": self.objective.masking != "one",
             f"precision is {self.precision}; it must be float32": self.precision != "float32",
             f"the optimizer is {self.optimizer.name}; it must be adamw or sgd": self.optimizer.name not in ELEMENTWISE,
+            # another may replace parameters or gradients, or watch the model's forward pass, which is not called
+            f"the algorithm {self.algorithm.kind} is not isoloss's": not ALGORITHMS.is_builtin(self.algorithm.kind),
             f"threads is {self.threads}; it must be 1, or 0": self.threads > 1,
         }
         return next((reason for reason, is_wrong in wrong.items() if is_wrong), "")

@@ -12,7 +12,12 @@ from isoloss import config as configs
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.config import PRESETS
 from isoloss.lab.training.algorithms.base import Examples
-from isoloss.lab.training.algorithms.config import AdversarialConfig, FisherPenaltyConfig, SAMConfig
+from isoloss.lab.training.algorithms.config import (
+    AdversarialConfig,
+    FeatureEntropyConfig,
+    FisherPenaltyConfig,
+    SAMConfig,
+)
 from isoloss.lab.training.distributed import ProcessGroup
 from isoloss.lab.training.train import check_compiled, train
 from isoloss.run_config import ModelConfig, TrainConfig
@@ -39,8 +44,8 @@ def trained(path, config, language=None):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [None, SAMConfig(), SAMConfig(batch="same"), ADVERSARY, FisherPenaltyConfig(sentences=4)],
-    ids=["gradient", "sam-halves", "sam-same", "adversarial", "fisher-penalty"],
+    [None, SAMConfig(), SAMConfig(batch="same"), ADVERSARY, FisherPenaltyConfig(sentences=4), FeatureEntropyConfig()],
+    ids=["gradient", "sam-halves", "sam-same", "adversarial", "fisher-penalty", "feature-entropy"],
 )
 @pytest.mark.parametrize("micro_batch_size", [0, 3])
 def test_it_is_training_as_with_transformers_blocks_up_to_rounding(tmp_path, algorithm, micro_batch_size):

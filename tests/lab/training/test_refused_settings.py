@@ -1,12 +1,15 @@
 """Settings of a run that are refused, in one sentence, before anything is written."""
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 from distributed_workers import examples
 from running import small, validate
 from toy_language import PairLanguage
 
+from isoloss.config import AlgorithmConfig
 from isoloss.errors import IsolossError
 from isoloss.lab.training.algorithms.config import (
     AdversarialConfig,
@@ -21,6 +24,13 @@ from isoloss.runs import Run
 CAUSAL = {"model": ModelConfig(architecture="opt"), "objective": ObjectiveConfig(kind="causal")}
 LSTM = ModelConfig(architecture="lstm", size="h16")
 COMPILED, FSDP = {"compiled": True}, {"parallel": "fsdp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(AlgorithmConfig):
+    """Of another package."""
+
+    kind: Literal["own"] = "own"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +94,7 @@ COMPILED, FSDP = {"compiled": True}, {"parallel": "fsdp"}
             {**COMPILED, "optimizer": OptimizerConfig(name="muon")},
             "the optimizer is muon; it must be adamw or sgd",
         ),
+        ({**COMPILED, "algorithm": Own()}, "compiled is on and the algorithm own is not isoloss's: leave compiled out"),
         # shards
         ({"parallel": "zero"}, "parallel is 'zero'; it must be one of ddp, fsdp"),
         ({**FSDP, "algorithm": FisherPenaltyConfig()}, "the fisher-penalty algorithm takes second derivatives"),

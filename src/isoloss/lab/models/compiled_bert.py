@@ -189,19 +189,10 @@ class CompiledLoss:
         return losses.double().mean().item(), gradient
 
     def zero_gradient(self) -> None:
-        """Set the gradient to zeros, in place."""
+        """Set the gradient to zeros, and let each parameter have its part: what was measured may have taken it away."""
         self._gradient.zero_()
-
-    def collect_gradients(self) -> None:
-        """Add gradients that parameters have in other tensors to the vector, and put its parts in their place."""
         for name, parameter in self._named.items():
-            gradient = self._gradients[name]
-            # A backward pass that finds a gradient of None, as after torch's own `zero_grad`, makes a tensor of its
-            # own.
-            if parameter.grad is not gradient:
-                if parameter.grad is not None:
-                    gradient.add_(parameter.grad)
-                parameter.grad = gradient
+            parameter.grad = self._gradients[name]
 
     def by_name(self, part: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cut a tensor of a part's shape into its parameters' tensors, by name; a scalar is every parameter's."""

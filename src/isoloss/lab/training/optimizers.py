@@ -150,8 +150,6 @@ class Optimizer:
 
     def update(self, number: int, *, with_norm: bool) -> tuple[float, float | None]:
         """Make the update of step `number`; return the rate and, if asked for, the norm before clipping."""
-        if self._compiled is not None:
-            self._compiled.collect_gradients()
         rate = learning_rate(self._config, number, total=self._total)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
