@@ -146,6 +146,39 @@ def test_only_a_trace_beyond_both_neighbors_gives_a_verdict_on_an_interpolated_o
         assert "is not shown to be beyond both. Next: measure a checkpoint between these two steps, or" in str(found)
 
 
+@pytest.mark.parametrize(("first", "flattest"), [(6.0, "c"), (4.0, None)])
+def test_a_series_that_comes_back_to_a_loss_has_a_verdict_only_where_the_order_is_the_same(first, flattest):
+    """At a loss of 2.5, its last trace is 20; the one before, on the way down, is 8 or 7, and the other model's 7.5."""
+    comparison = compared(run("a", [3.0, 2.0, 3.0], [first, 10.0, 30.0]) | {"c": model(2.5, 7.5, 4)})
+    (pair,) = comparison.pairs_at_same_loss["c"]
+    assert (pair.first, pair.second) == ("a between steps 20 and 30", "c")
+    found = pair.comparison.verdict()
+    assert found.flattest == flattest
+    words = "The order of the traces is the same at the other steps with this loss."
+    assert (words in " ".join(str(comparison).split())) is (flattest is not None)
+    if flattest is None:
+        assert found.reasons == ("elsewhere",)
+        assert (
+            "but a has this loss, as far as can be told, between steps 10 and 20 too, and its trace there is 0.933 "
+            "times c's. Next: give only steps over which the loss falls, or only steps over which it rises, or "
+        ) in str(found)
+
+
+def test_checkpoints_of_one_loss_are_pairs_without_a_verdict_where_their_orders_differ():
+    """Neighbors of one loss are one time, of which the nearest is taken; step 20 is another loss."""
+    series = run("a", [2.5, 2.0, 2.501, 2.5001], [6.0, 5.0, 12.0, 13.0])
+    comparison = compared(series | {"c": model(2.5, 8.0, 5)})
+    found = {pair.first: pair.comparison.verdict() for pair in comparison.pairs_at_same_loss["c"]}
+    assert list(found) == ["a at step 30", "a at step 40", "a at step 10"]
+    assert [each.reasons for each in found.values()] == [("elsewhere",)] * 3
+    assert "a has this loss, as far as can be told, at step 10 too, and its trace there is 0.75" in str(
+        found["a at step 30"]
+    )
+    assert "at step 40 too, and its trace there is 1.62 times c's" in str(found["a at step 10"])
+    alone = compared({name: series[name] for name in list(series)[1:]} | {"c": model(2.5, 8.0, 5)})
+    assert [pair.comparison.verdict().flattest for pair in alone.pairs_at_same_loss["c"]] == ["c", "c"]
+
+
 def test_series_of_which_neither_is_flatter_are_said_so_in_words():
     comparison = compared(run("a", [3.0, 2.0], [9.0, 16.0]) | run("b", [3.001, 2.001], [9.01, 16.01]))
     (_, pair) = comparison.pairs_at_same_loss["b"]

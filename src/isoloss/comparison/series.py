@@ -19,6 +19,7 @@ from isoloss.statistics.jumps import JUMP, find_jumps
 from isoloss.statistics.significance import equivalence
 
 Series = Mapping[int, str]
+Place = tuple[int, ...]  # a step of a series, or the two between which it is interpolated
 
 MOST_UNCERTAIN = 0.5  # error of a logarithm, above which the delta method gives it no interval
 
@@ -81,8 +82,9 @@ def pairs(
     A checkpoint is paired with the checkpoint of the other series with the nearest loss, if both losses are shown to be
     the same within the margin. Otherwise the other series is interpolated between its last two neighbors whose losses
     enclose this one. As a trace may bend between them, such a pair has a verdict only where the checkpoint's traces are
-    beyond those of both neighbors. Nothing is extrapolated. Copies of an earlier checkpoint in their series have no
-    pair.
+    beyond those of both neighbors. A loss may fall to this one and rise to it again, so a pair has no verdict where the
+    order of its traces is another at other steps with this loss. Nothing is extrapolated. Copies of an earlier
+    checkpoint in their series have no pair.
     """
     first, second = ((name, without_copies(comparison, series)) for name, series in (first, second))
     found: list[Pair] = []
@@ -97,8 +99,8 @@ def pairs(
             same = [other for other, each in near.items() if equivalence(each, margin).shown]
             if same:
                 partner = min(same, key=lambda other: abs(near[other].value))
-                at = next(step for step, other in others.items() if other == partner)
-                theirs = f"{other_name} at step {at:,}" if len(others) > 1 else other_name
+                place: Place = (next(step for step, other in others.items() if other == partner),)
+                theirs = f"{other_name} {_in_words(place)}" if len(others) > 1 else other_name
                 estimates = dict(comparison.models[partner])
                 paired.add(partner)
                 made = {}
@@ -106,8 +108,8 @@ def pairs(
                 enclosing = _enclosing(comparison, others, loss.value)
                 if enclosing is None:
                     continue
-                partner = others[enclosing[0]]
-                theirs = f"{other_name} between steps {enclosing[0]:,} and {enclosing[1]:,}"
+                place, partner = enclosing, others[enclosing[0]]
+                theirs = f"{other_name} {_in_words(place)}"
                 lower, upper = (comparison.models[others[at]] for at in enclosing)
                 estimates = interpolated(lower, upper, loss)
                 made = {other_name: (lower, upper)}
@@ -115,7 +117,11 @@ def pairs(
             words = (theirs, mine)
             if name == first[0]:
                 two, words = dict(reversed(two.items())), (mine, theirs)
-            of_two = _of_two(comparison, two, made)
+            elsewhere = {
+                other_name: _elsewhere(comparison, others, model, place, margin),
+                name: _elsewhere(comparison, series, model, (step,), margin),
+            }
+            of_two = _of_two(comparison, two, made, elsewhere)
             found.append(Pair(first=words[0], second=words[1], loss=loss, comparison=of_two))
     return sorted(found, key=lambda pair: -pair.loss.value)
 
@@ -129,10 +135,41 @@ def _enclosing(comparison: TraceComparison, series: Series, loss: float) -> tupl
     return None
 
 
+def _elsewhere(
+    comparison: TraceComparison, series: Series, model: str, place: Place, margin: float
+) -> dict[str, Mapping[str, Estimate]]:
+    """Return where else, in words, a series has a model's loss, with its estimates there.
+
+    It has this loss at checkpoints whose losses are the same within the margin, or not shown to differ, and between
+    neighbors of which one is above and one below. A row of such checkpoints is one place: that of `place` is left out.
+    """
+    times: list[dict[Place, Mapping[str, Estimate]]] = []
+    before, side_before = 0, 0
+    for step, other in series.items():
+        difference, estimates = comparison.difference("loss", other, model), comparison.models[other]
+        low, high = difference.ci95
+        side = 0 if equivalence(difference, margin).shown else (low > 0) - (high < 0)
+        if side == 0 and (side_before or not times):
+            times.append({})
+        if side == 0:
+            times[-1][(step,)] = estimates
+        elif side * side_before < 0:
+            between = interpolated(comparison.models[series[before]], estimates, comparison.models[model]["loss"])
+            times.append({(before, step): between})
+        before, side_before = step, side
+    others = [time for time in times if time.keys().isdisjoint({place, *((step,) for step in place)})]
+    return {_in_words(at): estimates for time in others for at, estimates in time.items()}
+
+
+def _in_words(place: Place) -> str:
+    return f"at step {place[0]:,}" if len(place) == 1 else f"between steps {place[0]:,} and {place[1]:,}"
+
+
 def _of_two(
     comparison: TraceComparison,
     two: Mapping[str, tuple[str, Mapping[str, Estimate]]],
     made: Mapping[str, tuple[Mapping[str, Estimate], Mapping[str, Estimate]]],
+    elsewhere: Mapping[str, Mapping[str, Mapping[str, Estimate]]],
 ) -> TraceComparison:
     shown = ("loss", *comparison.traces)
     models = {name: {each: estimates[each] for each in shown} for name, (_, estimates) in two.items()}
@@ -143,6 +180,7 @@ def _of_two(
         weights={name: "" if name in made else comparison.weights[model] for name, (model, _) in two.items()},
         architectures={name: comparison.architectures[model] for name, (model, _) in two.items()},
         interpolated=made,
+        elsewhere=elsewhere,
     )
 
 
@@ -195,7 +233,10 @@ def summary(found: list[Pair], first: str, second: str, more: str) -> str:
     pair = f"{last.first} and {last.second}, at {number(last.loss)} nats"
     if last.comparison.interpolated:
         pair += " (interpolated in the loss: the errors do not cover how a trace bends between the two steps)"
-    pair += f". {last.comparison.verdict(more=more)}"
+    judged = last.comparison.verdict(more=more)
+    pair += f". {judged}"
+    if judged.flattest and any(last.comparison.elsewhere.values()):
+        pair += " The order of the traces is the same at the other steps with this loss."
     if len(found) == 1:
         return f"There is one pair at the same loss: {pair}"
     counts = counted(found, first, second)

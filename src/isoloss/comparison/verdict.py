@@ -58,6 +58,7 @@ Reason = Literal[
     "disagree",
     "rare",
     "interpolated",
+    "elsewhere",
 ]
 REASONS: Mapping[Reason, str] = {  # why no model is called the flattest, in a few words
     "weights": "identical weights",
@@ -72,6 +73,7 @@ REASONS: Mapping[Reason, str] = {  # why no model is called the flattest, in a f
     "disagree": "trace and minimal trace disagree",
     "rare": "one input makes up much of the error",
     "interpolated": "the interpolation between two steps cannot tell",
+    "elsewhere": "at other steps with this loss, the order is another",
 }
 
 # of two models: the 95 % interval of their difference then ends before 0
@@ -116,6 +118,7 @@ class TraceComparison(Tabular):
         no_minimal: Why the minimal traces were not measured, though they were asked for.
         interpolated: The models that are no checkpoints but lie between two, so that they are copies of none, each with
             the estimates of these two.
+        elsewhere: For a model of a series, its estimates at other steps with the same loss, by where that is.
         documents: Where each sample is and how it begins, if the samples are documents of a text.
     """
 
@@ -124,6 +127,7 @@ class TraceComparison(Tabular):
     architectures: Mapping[str, str]
     no_minimal: str = ""
     interpolated: Mapping[str, tuple[Mapping[str, Estimate], Mapping[str, Estimate]]] = field(default_factory=dict)
+    elsewhere: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
     documents: tuple[str, ...] = ()
 
     @property
@@ -476,9 +480,11 @@ def _reasons_of_traces(
         yield "open", said
     elif best["trace"] != best["minimal-trace"]:
         yield "disagree", f"{said}: the scale of the weights decides the order of the traces."
-    # of the last two, each is a reason only where there would be a verdict otherwise
+    # of the last three, each is a reason only where there would be a verdict otherwise
     elif between := _between(comparison, names):
         yield "interpolated", f"{said}, but {between}."
+    elif contrary := _contrary(comparison, names):
+        yield "elsewhere", f"{said}, but {contrary}."
     elif warning := rarity(_differences(comparison, best["trace"], names, min_ratio), comparison.documents):
         without = _without_rare(comparison, best["trace"], names, loss_margin, min_ratio)
         yield "rare", f"{said}, but {warning}. {without}"
@@ -528,6 +534,21 @@ def _between(comparison: TraceComparison, names: Mapping[str, str]) -> str:
                     f"{names[name]}'s, {number(own)}, is not shown to be beyond both"
                 )
     return ""
+
+
+def _contrary(comparison: TraceComparison, names: Mapping[str, str]) -> str:
+    """Return where else a series has this loss and a trace on the other side of the other model's; empty: nowhere."""
+    found: dict[str, float] = {}
+    for name, places in comparison.elsewhere.items():
+        (other,) = comparison.models.keys() - {name}
+        for trace, (place, estimates) in itertools.product(comparison.traces, places.items()):
+            theirs = comparison.models[other][trace].value
+            ratio = estimates[trace].value / theirs
+            if (ratio > 1) != (comparison.models[name][trace].value > theirs):
+                words = f"{names[name]} has this loss, as far as can be told, {place} too, and its"
+                words += f" {trace.replace('-', ' ')} there is {in_digits(ratio)} times {names[other]}'s"
+                found[words] = abs(math.log(ratio))
+    return max(found, key=found.__getitem__, default="")
 
 
 def _conventions(least: Estimate) -> tuple[str, ...]:
@@ -623,6 +644,10 @@ def _without(comparison: TraceComparison, sample: int) -> TraceComparison:
         comparison,
         models={model: left(estimates) for model, estimates in comparison.models.items()},
         interpolated={name: (left(one), left(other)) for name, (one, other) in comparison.interpolated.items()},
+        elsewhere={
+            name: {place: left(estimates) for place, estimates in places.items()}
+            for name, places in comparison.elsewhere.items()
+        },
         documents=(*comparison.documents[:sample], *comparison.documents[sample + 1 :]),
     )
 
@@ -659,6 +684,8 @@ def _next(reasons: Mapping[Reason, str], more: str, with_tasks: bool, *, is_seri
         steps.append(f"take {more}")
     if "interpolated" in reasons:
         steps.append("measure a checkpoint between these two steps, or train and save one")
+    if "elsewhere" in reasons:
+        steps.append("give only steps over which the loss falls, or only steps over which it rises")
     if "near" in reasons and in_order:
         steps.append("let a smaller ratio count (isoloss compare MODEL MODEL --min-ratio RATIO)")
     if not with_tasks:
