@@ -40,8 +40,7 @@ def test_a_start_is_brought_to_the_conditionals_that_are_given():
 def test_steps_and_traces_are_those_written_out(exact):
     by_hand = MaskedLM(seed=2)
     theta = by_hand.minimizer + 0.1 * np.random.default_rng(0).standard_normal((5, len(by_hand.minimizer)))
-    at_minimizer = by_hand.minimizer[None]
-    assert LogProbsModel.trace(by_hand, at_minimizer) == pytest.approx(by_hand.trace(at_minimizer), rel=1e-12)
+    assert LogProbsModel.trace(by_hand, theta) == pytest.approx(by_hand.trace(theta), rel=1e-12)
     ends = [theta.copy(), theta.copy()]
     for kind, end in zip((MaskedLM, LogProbsModel), ends, strict=True):
         generator = np.random.default_rng(1)

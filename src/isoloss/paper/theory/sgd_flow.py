@@ -42,7 +42,7 @@ GRADIENT = 1e-6  # of the loss at a minimizer, as a fraction of the root of the 
 EMBEDDING = 0.3  # standard deviation of the embedding that is drawn, before it is brought to the minimizers
 DECODER = 1.0  # the same of the decoder: far larger, so that the trace is far from its least
 _CONTROLS = 8  # starts of the control
-_CHUNK = 256  # matrices A that are held together
+_CHUNK = 256  # Hessians that are held together
 ERRORS = 3.0  # standard errors that a statistical figure may be off
 PRECISION = 0.1  # standard error of a coefficient, as a fraction of it, above which nothing can be concluded
 # errors must fall faster than the step size to this power. They fall as the step size, so it leaves room for sampling
@@ -409,8 +409,19 @@ class LogProbsModel:
         theta -= step_size * torch.autograd.grad(loss, points)[0].numpy()
 
     def trace(self, theta: Array) -> Array:
-        """Return the mean squared gradients of one example at (n, P) points, (n,): the trace at minimizers."""
-        return np.asarray(torch.vmap(self.minimizers.trace, chunk_size=_CHUNK)(torch.tensor(theta)).numpy())
+        """Return the traces of the Hessian of the loss at (n, P) points, (n,)."""
+        model = self.minimizers.model
+        shares = model.weights[:, None] * self.minimizers.conditionals
+
+        def gradient(point: torch.Tensor) -> torch.Tensor:
+            of_loss: torch.Tensor = torch.func.grad(lambda at: -(shares * model.log_probs(at)).sum())(point)
+            return of_loss
+
+        def trace(point: torch.Tensor) -> torch.Tensor:
+            hessian: torch.Tensor = torch.func.jacrev(gradient)(point)
+            return hessian.trace()
+
+        return np.asarray(torch.vmap(trace, chunk_size=_CHUNK)(torch.tensor(theta)).numpy())
 
     def flow(self, time: float) -> Array:
         """Return the (P,) point of the projected flow `-grad Tr` at a time, numerically."""
