@@ -50,6 +50,11 @@ class ObjectiveConfig:
             )
 
 
+# the advice to train for longer takes a treatment away where it is the schedule
+LATER_DECAY = (
+    "With more steps, the decay of the learning rate begins later or takes longer: a run may meet its target before it "
+    "has ended"
+)
 ELEMENTWISE = ("adamw", "sgd")  # optimizers that a vector of several parameters, or a shard of one, is enough for
 
 
@@ -306,6 +311,16 @@ class TrainConfig:
     def stage_configs(self) -> tuple[TrainConfig, ...]:
         """Return each stage as the config of a run that is this stage alone; without stages, the run itself."""
         return tuple(stage.applied_to(self) for stage in self.stages) or (self,)
+
+    @property
+    def decays(self) -> bool:
+        """Whether the learning rate of some stage decays."""
+        return any(optimizer.schedule != "constant" for optimizer in self.optimizers)
+
+    @property
+    def optimizers(self) -> tuple[OptimizerConfig, ...]:
+        """The optimizer of each stage, or of the run if it has none."""
+        return tuple(stage.optimizer or self.optimizer for stage in self.stages) or (self.optimizer,)
 
     def stage_ends(self, reached: Collection[int] = ()) -> tuple[int, ...]:
         """Return the last step of each stage, counted from the run's start, if targets were reached at these steps.

@@ -258,11 +258,12 @@ class Run:
         return files.read_sealed(self.path / "result.json", remedy)
 
     def stages(self) -> list[dict[str, Any]]:
-        """Return each ended stage: its number, its last step, why it ended and, with a target, the loss."""
+        """Return each ended stage: number, last step and learning rate, why it ended and, with a target, the loss."""
         return [
             {
                 "stage": line["stage"],
                 "step": line["step"],
+                "learning_rate": line["learning_rate"],
                 "ended": line["stage_ended"],
                 **{name: value for name, value in line.items() if name.startswith("validation_")},
             }
@@ -284,6 +285,20 @@ class Run:
                     f"predicted token, above its target of {nats:g}"
                 )
         return missed
+
+    def unfinished_decays(self, config: TrainConfig | None = None) -> dict[int, float]:
+        """Return the stages that met their target before the decay of the learning rate ended, by number.
+
+        With each, its last learning rate as a fraction of the highest; `config`: the run's, if it is known.
+        """
+        config, found, begin = config or self.config, {}, 0
+        for stage in self.stages() if config.stages and config.decays else ():
+            settings = config.stages[stage["stage"] - 1]
+            optimizer = settings.optimizer or config.optimizer
+            if optimizer.schedule != "constant" and stage["step"] < begin + settings.steps:
+                found[stage["stage"]] = stage["learning_rate"] / optimizer.learning_rate
+            begin = stage["step"]
+        return found
 
     def rise(self) -> tuple[float, str] | None:
         """Return how far a loss with a target rose from its lowest value to its last, in nats and in words.

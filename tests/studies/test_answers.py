@@ -52,7 +52,7 @@ def test_the_interval_is_over_the_clusters():
     (found,) = answers([claim(0)], contrast(MOVES[:1], clusters=GRAMMARS))
     assert found.interval95 == pytest.approx(tuple(by_hand(MOVES[0]).confidence_interval(0.95)))
     assert found.explanation == (
-        "after vs. before, 12 pairs by seed, 95 % interval over 6 grammars (t with 5 degrees of freedom)."
+        "after vs. before, 12 pairs by seed, 95 % interval over 6 clusters (t with 5 degrees of freedom)."
     )
     assert found.numbers["after"].value == pytest.approx(MOVES[0].mean())
     other = contrast(MOVES[:1], clusters=GRAMMARS, clusters_are="corpora")

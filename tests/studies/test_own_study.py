@@ -248,6 +248,37 @@ def test_runs_that_miss_their_target_are_told_with_the_next_step(file, tmp_path)
         assert folder.summary().missed.next_step.endswith(longer)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_target_that_is_met_before_a_decay_has_ended_is_told_where_schedules_are_compared(file, tmp_path, schedule):
+    """Linear from the first step to 0 after the tenth: 0.9 of the highest rate in step 2."""
+    changes = {
+        "steps=6": "stages=(StageConfig(steps=10, target_kl=9.0, validate_every=2),), log_every=2",
+        "checkpoints=(3,)": "measure_sentences=64, optimizer=OptimizerConfig(schedule=schedule, warmup_steps=0)",
+        "import ModelConfig": "import ModelConfig, OptimizerConfig",
+        "run(dropout)": "run(dropout, schedule)",
+        "run(0.0)": f'run(0.0, "{schedule}")',
+        "run(0.1)": 'run(0.1, "linear")',
+        "settings=settings)": 'steps=("last",), settings=settings)',
+    }
+    text = FILE
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    file.write_text(text)
+    folder = StudyFolder(load_study(file), tmp_path / "out")
+    folder.prepare()
+    carry_out(folder.plan(), folder.path)
+    assert folder.results().run("with").unfinished_decays() == {1: pytest.approx(0.9)}
+    page = report(folder)[0].read_text()
+    way = "adamw with learning rate 0.001 (linear decay to 0), 8 sentences a step, until a KL of 9, at most 10 steps"
+    at = "before the decay had ended, at 90 % of the highest rate"
+    assert f"with, size d16, {way}; its runs took 2 to 2 (mean 2); 1 met a target {at}" in page
+    warning = (
+        f"The schedules of the learning rate differ, and these runs met their target {at}: 1 of with. They are no "
+        "models at the end of a decay."
+    )
+    assert folder.summary().warning == (warning if schedule == "constant" else "")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

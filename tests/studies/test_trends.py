@@ -73,7 +73,7 @@ def test_the_slope_is_that_of_each_groups_regression(given):
     assert list(answer.numbers) == ["sharp", "flat", "per halving of the trace"]
     words = ", given the rank" if given else ""
     assert f"each halving of the trace{words}, fitted within 16 groups of 7 models" in answer.explanation
-    assert "over 8 grammars (t with 7 degrees of freedom)" in answer.explanation
+    assert "over 8 clusters (t with 7 degrees of freedom)" in answer.explanation
     doubling = Trend(**{**vars(one), "per": "doubling"})
     assert doubling.change("m0").value == pytest.approx(-expected.value, rel=1e-9)
 

@@ -126,6 +126,11 @@ def say_stages(run: Run) -> None:
             if f"validation_{key}_nats" in stage
         ]
         say(f"stage {stage['stage']} of {total}: ended at step {stage['step']}, {stage['ended']}{''.join(validation)}")
+    for number, fraction in run.unfinished_decays().items():
+        say_wrapped(
+            f"stage {number} met its target before the decay of the learning rate had ended, at {100 * fraction:.0f} % "
+            "of the highest rate"
+        )
     for missed in run.missed_targets():
         say_wrapped(f"missed: {missed}")
 

@@ -19,7 +19,7 @@ from isoloss.cli.options import GivenOptions, LanguageOptions, option_name, sour
 from isoloss.config import AlgorithmConfig, LanguageConfig
 from isoloss.errors import IsolossError, require_package
 from isoloss.registry import ALGORITHMS, MODELS, OPTIMIZERS
-from isoloss.run_config import ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
+from isoloss.run_config import LATER_DECAY, ModelConfig, ObjectiveConfig, OptimizerConfig, StageConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.schema import json_schema
 from isoloss.studies.run import usage
@@ -227,6 +227,8 @@ def _main(arguments: list[str]) -> int:
 def _suggest_longer(run: Run, args: Args, arguments: Sequence[str]) -> None:
     """Print the command that trains such a run for longer, in a new folder."""
     longer = f"{args.run}-longer"
+    if run.config.decays:
+        common.say_wrapped(f"{LATER_DECAY}.")
     if args.config is None and args.language is not None:
         common.say("to train again, for twice as many steps, in a new folder")
         common.say("(the default warm-up grows with --steps; --warmup-steps sets it):")

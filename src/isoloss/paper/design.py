@@ -267,6 +267,7 @@ def against(results: Results, *, arm: str, control: str) -> Contrast:
         names=(scale.title(control), scale.title(arm)),
         pairs=scale.pairs(results, control, arm),
         clusters=clusters_of(scale.complete(results)),
+        clusters_are="grammars",
         where=f"Both where the KL has come down to {scale.target_kl:g}.",
         slopes=scale.loss_slopes(results),
     )
@@ -283,6 +284,7 @@ def trend(
         per=per,
         groups=list(zip(*(scale.at_end(results, arm) for arm in arms), strict=True)),
         clusters=clusters_of(scale.complete(results)),
+        clusters_are="grammars",
         given=(given,) if given else (),
         where=f"All where the KL has come down to {scale.target_kl:g}.",
         slopes=scale.loss_slopes(results),

@@ -322,6 +322,7 @@ def arms_compared(results: Results, *, name: str) -> Contrast:
         names=(GROUPS[arms[0]], GROUPS[arms[1]]),
         pairs=pairs_of(results, units, *arms),
         clusters=clusters_of(units),
+        clusters_are="grammars",
         where=f"Both after the same cooldown of {scale.cooldown_steps:,} steps.{task}",
         slopes=pilot_slopes(PILOT, scale.main_size),
     )
@@ -343,6 +344,7 @@ def look_up_table(results: Results) -> list[Contrast]:
             names=("Look-up table", GROUPS[UNTOUCHED]),
             pairs=_against_tables(results, units, kind),
             clusters=clusters_of(units),
+            clusters_are="grammars",
             where=f"The features of the look-up table are the true conditionals, as {words}; its KL is 0.",
             case=words,
             needs_same_loss=False,
@@ -358,6 +360,7 @@ def random_rescaling(results: Results) -> Contrast:
         names=(GROUPS[UNTOUCHED], "rescaled at random"),
         pairs=_rescaled(results, units),
         clusters=clusters_of(units),
+        clusters_are="grammars",
         where="The same models, their weights rescaled by factors of 2 to 3; every prediction is unchanged.",
         needs_same_loss=False,
     )
@@ -374,6 +377,7 @@ def _sizes_contrast(results: Results, smaller: str, larger: str) -> Contrast:
         names=(smaller, larger),
         pairs=list(zip(first, second, strict=True)),
         clusters=clusters_of(units),
+        clusters_are="grammars",
         where=f"Both after the same cooldown of {scale.cooldown_steps:,} steps. The slope on the loss is the mean "
         "of the two sizes' slopes, and its error includes half their difference.",
         case=f"{smaller} to {larger}",

@@ -52,7 +52,8 @@ ANSWERS: Mapping[Verdict, str] = {  # to a question that the claim affirms
     Verdict.NOT_TESTED: "Not tested",
     Verdict.NO_VERDICT: "No verdict",
 }
-MOST_CARDS = 3
+MOST_CARDS = 3  # of runs that are compared
+MOST_CLAIMS = 6  # that have a card
 _MOST_NAMED = 4  # groups, models, languages or accuracies in a sentence
 _ALPHA = 0.05
 _CHECKS = GATES[:-1]  # what the primary claim waits for
@@ -86,7 +87,7 @@ def claim_cards(results: Sequence[ClaimResult]) -> list[Card]:
     # what comes after it is not tested because of it
     failed = next((each for each in checks if any(_is_open(answer) for answer in each.answers)), None)
     first = sorted(results, key=lambda each: (each.claim.role != "primary", each is not failed))
-    return [card_of(result.claim.statement, result) for result in first[:MOST_CARDS]]
+    return [card_of(result.claim.statement, result) for result in first[:MOST_CLAIMS]]
 
 
 def _is_open(answer: Answer) -> bool:
@@ -640,7 +641,10 @@ def definition(key: str, settings: Mapping[str, Any]) -> str:
 def _some(names: Iterable[str]) -> str:
     """Return the first few names as a list in a sentence, and how many more there are."""
     first = [*names]
-    return _listed([*first[:_MOST_NAMED], f"{len(first) - _MOST_NAMED} more"] if len(first) > _MOST_NAMED else first)
+    # "and 1 more" would be as long as the name
+    if len(first) > _MOST_NAMED + 1:
+        first[_MOST_NAMED:] = [f"{len(first) - _MOST_NAMED} more"]
+    return _listed(first)
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -103,7 +103,7 @@ class Contrast:
     case: str = ""
     needs_same_loss: bool = True
     clusters: Sequence[str] = ()
-    clusters_are: str = "grammars"
+    clusters_are: str = "clusters"
     slopes: Mapping[str, Estimate] = field(default_factory=dict)
     not_tested: str = ""
 
@@ -175,7 +175,7 @@ class Trend:
     where: str = ""
     case: str = ""
     needs_same_loss: bool = True
-    clusters_are: str = "grammars"
+    clusters_are: str = "clusters"
     slopes: Mapping[str, Estimate] = field(default_factory=dict)
     not_tested: str = ""
 

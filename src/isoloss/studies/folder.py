@@ -6,7 +6,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -17,14 +17,14 @@ from isoloss.lab.evaluation.evaluator import pending
 from isoloss.lab.evaluation.external import RECORD, ExternalCheckpoint, ExternalRun
 from isoloss.lab.evaluation.measures.base import settings_of
 from isoloss.report.html import Card
-from isoloss.run_config import StageConfig, TrainConfig
+from isoloss.run_config import LATER_DECAY, StageConfig, TrainConfig
 from isoloss.runs import Run
 from isoloss.studies.answer import Comparison, below_majority, claim_cards
 from isoloss.studies.claims import ClaimResult, check_claims, claims_sha256, judge_claims, planned_tests
 from isoloss.studies.plan import Experiment, Measurement, Resources, Unit, call_study_hook
 from isoloss.studies.results import Results, run_of
 from isoloss.studies.study import Study
-from isoloss.studies.summary import Family, MissedTargets, Summary, checkpoint_tables, control_tables
+from isoloss.studies.summary import Family, MissedTargets, Summary, checkpoint_tables, control_tables, of_the_highest
 
 CONFIGS = "configs"  # the folder of the runs' configs, written before study.json
 CLAIMS = "claims"  # the key in study.json of each claim's hash at the start
@@ -348,7 +348,7 @@ class StudyFolder:
         study, results = self.study, results or self.results()
         tables = checkpoint_tables(results) if study.tables is None else self._call_hook("tables", results)
         claims = self.claims(results)
-        warnings = [self._changed_claims(), results.identical, *below_majority(results)]
+        warnings = [self._changed_claims(), results.identical, _unfinished_decays(results), *below_majority(results)]
         if not self.has_verdicts:
             warnings.insert(
                 0,
@@ -412,20 +412,41 @@ class StudyFolder:
         }
         if not missed:
             return None
-        by_arm = Counter(results.experiments[name].group or name for name in missed).most_common()
-        named = ", ".join(f"{count} of {arm}" for arm, count in by_arm[:_MAX_NAMED])
-        more = sum(count for _, count in by_arm[_MAX_NAMED:])
         rises = [(*rise, name) for name in missed if (rise := results.run(name).rise()) is not None]
         return MissedTargets(
-            line=f"{len(missed)} of {len(results.experiments)} runs missed a target: {named}"
-            + (f", {more} of other arms" if more else ""),
+            line=f"{len(missed)} of {len(results.experiments)} runs missed a target: {_by_arm(missed, results)}",
             runs=missed,
             next_step=_risen(rises)
+            + f"{LATER_DECAY}. " * any(results.run(name).config.decays for name in missed)
             + "To train all runs again, for longer, raise the steps of these stages in the study (the default "
             f"warm-up grows with steps; warmup_steps sets it), and run {self.command('-longer')}"
             if self.has_verdicts
             else "",
         )
+
+
+def _by_arm(runs: Iterable[str], results: Results) -> str:
+    """Return how many runs of each arm these are, in words."""
+    by_arm = Counter(results.experiments[name].group or name for name in runs).most_common()
+    more = sum(count for _, count in by_arm[_MAX_NAMED:])
+    named = ", ".join(f"{count} of {arm}" for arm, count in by_arm[:_MAX_NAMED])
+    return named + (f", {more} of other arms" if more else "")
+
+
+def _unfinished_decays(results: Results) -> str:
+    """Return the warning that decays had not ended where the loss met its target, in a study of several schedules."""
+    configs = {name: each.config for name, each in results.experiments.items() if isinstance(each.config, TrainConfig)}
+    if len({(one.schedule, one.decay_steps) for config in configs.values() for one in config.optimizers}) < 2:
+        return ""
+    found = {name: [*results.run(name).unfinished_decays(config).values()] for name, config in configs.items()}
+    fractions = [fraction for each in found.values() for fraction in each]
+    if not fractions:
+        return ""
+    early = [name for name, each in found.items() if each]
+    return (
+        "The schedules of the learning rate differ, and these runs met their target before the decay had ended, "
+        f"{of_the_highest(fractions)}: {_by_arm(early, results)}. They are no models at the end of a decay."
+    )
 
 
 def _risen(rises: Sequence[tuple[float, str, str]]) -> str:

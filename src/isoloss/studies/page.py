@@ -22,7 +22,7 @@ from isoloss.report.html import Section, interval_rows
 from isoloss.report.html import table as html_table
 from isoloss.report.save import save
 from isoloss.report.study_page import Figure, render
-from isoloss.run_config import StageConfig, TrainConfig
+from isoloss.run_config import OptimizerConfig, StageConfig, TrainConfig
 from isoloss.studies.answer import (
     Comparison,
     claim_rows,
@@ -38,7 +38,15 @@ from isoloss.studies.claims import CONTROL_SHOWN, RULE, ClaimResult, Verdict, ga
 from isoloss.studies.folder import StudyFolder
 from isoloss.studies.results import CheckpointEstimate, Results
 from isoloss.studies.study import PageParts
-from isoloss.studies.summary import VERDICT, MissedTargets, Summary, SummaryTable, claim_table, explanations
+from isoloss.studies.summary import (
+    VERDICT,
+    MissedTargets,
+    Summary,
+    SummaryTable,
+    claim_table,
+    explanations,
+    of_the_highest,
+)
 
 _BREAK = Markup("<br>")
 _MAX_TRAININGS = 8  # ways of training in one list; of more, each run's config says its own
@@ -300,6 +308,7 @@ def _having(results: Results, key: str) -> list[CheckpointEstimate]:
 def _trainings(results: Results) -> list[str]:
     """Return each way in which models were trained: group, size, optimizers with their rates, and how far."""
     found: dict[str, list[int]] = {}  # the steps that its runs took to a target
+    decays: dict[str, list[float]] = {}  # the last learning rates of those whose decay had not ended
     for name, experiment in results.experiments.items():
         config = experiment.config
         if not isinstance(config, TrainConfig):
@@ -310,16 +319,32 @@ def _trainings(results: Results) -> list[str]:
             target = f"until a {_OF_TARGET[stage.target[0]]} of {stage.target[1]:g}, at most " if stage.target else ""
             batch = stage.batch_size or config.batch_size
             parts.append(
-                f"{optimizer.name} with learning rate {optimizer.learning_rate:g}, {batch} sentences a step, "
+                f"{optimizer.name} with learning rate {optimizer.learning_rate:g}{_decay(optimizer)}, {batch} "
+                "sentences a step, "
                 f"{target}{stage.steps:,} steps"
             )
-        taken = found.setdefault(", ".join(parts), [])
+        way = ", ".join(parts)
+        taken = found.setdefault(way, [])
         if any(stage.target for stage in config.stages) and results.of_run(name):
             taken.append(results.last_step(name))
-    return [
-        f"{way}; its runs took {min(taken):,} to {max(taken):,} (mean {statistics.mean(taken):,.0f})" if taken else way
-        for way, taken in found.items()
-    ]
+            decays.setdefault(way, []).extend(results.run(name).unfinished_decays(config).values())
+    ways = []
+    for way, taken in found.items():
+        so_far = way
+        if taken:
+            so_far += f"; its runs took {min(taken):,} to {max(taken):,} (mean {statistics.mean(taken):,.0f})"
+        if at := decays.get(way):
+            so_far += f"; {len(at)} met a target before the decay had ended, {of_the_highest(at)}"
+        ways.append(so_far)
+    return ways
+
+
+def _decay(optimizer: OptimizerConfig) -> str:
+    """Return how the learning rate decays, in words; empty: it is constant."""
+    if optimizer.schedule == "constant":
+        return ""
+    last = f" over the last {optimizer.decay_steps:,} steps" if optimizer.decay_steps else ""
+    return f" ({optimizer.schedule} decay to 0{last})"
 
 
 def _made(folder: StudyFolder, results: Results, own: Mapping[str, str], summary: Summary) -> dict[str, str]:

@@ -74,6 +74,12 @@ class MissedTargets:
     next_step: str  # how to train for longer; empty at a scale without verdicts
 
 
+def of_the_highest(fractions: Sequence[float]) -> str:
+    """Return at which learning rates runs ended, given as fractions of the highest, in words."""
+    ends = dict.fromkeys(f"{100 * each:.0f}" for each in (min(fractions), max(fractions)))
+    return f"at {' to '.join(ends)} % of the highest rate"
+
+
 @dataclass(frozen=True)
 class Summary:
     """Summary of a study's results."""
