@@ -46,7 +46,7 @@ def test_a_statement_has_its_number_in_the_paper(capsys, number, name):
     ("words", "fragments", "verdicts"),
     [
         (BARTLETT, ["BERT, brackets of length 2"], 4),
-        (BRACKETS, ["four on kinks       4", "contradicted: Theorem 5.1 as printed"], 16),
+        (BRACKETS, ["four on kinks       4", "contradicted: Theorem 5.1 as printed"], 17),
         (
             BOTH,
             ["Theorem 3.3, two parameters: at K = 0.5, ", "Theorem 3.3, masked LM, 88 parameters: at K = 0.5, "],
@@ -74,7 +74,7 @@ def test_bartlett_and_brackets_as_json(capsys):
     assert document["solutions"][0]["flatness"]["trace"] == pytest.approx(1)
     assert document["widths"][0]["predicted"] == 32
     assert {row["samples"] for row in document["heads"]} == {2, 4}
-    assert len(document["statements"]) == 16
+    assert len(document["statements"]) == 17
     assert document["paths"]["4"][0]["step"] == 0
 
 

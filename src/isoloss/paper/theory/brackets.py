@@ -1,4 +1,4 @@
-"""The bracket language (section 5): the flattest solution of its pre-training task is the transferable one.
+"""The bracket language (section 5): the flattest solution of its pre-training task counts, and transfers.
 
 Theorem 5.1, Lemmas G.1 to G.5 and Theorem G.6, as printed and corrected. Shapes: n inputs of T brackets, 2 T the width
 of an encoding (`isoloss.lab.languages.brackets.Brackets.encode`), m neurons; downstream, N = 2^T strings. A model is
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from scipy.stats import binom
 
 from isoloss import seeds
 from isoloss.errors import IsolossError
@@ -22,6 +23,7 @@ from isoloss.lab.languages.exact import all_sentences
 from isoloss.lab.models.bracket_attention import Weights, attend, squares
 from isoloss.paper.theory.bracket_settings import LENGTHS, Settings
 from isoloss.paper.theory.statements import Statement, counter, mean_and_stderr
+from isoloss.statistics.estimate import rounded
 
 UNIT = "squared answers"  # of the loss and of its second derivatives by weights
 _TRACE_BLOCK = 1 << 22  # numbers of an (inputs, neurons) table that are held together
@@ -40,7 +42,8 @@ MAX_K = 50  # up to which Lemma G.5 is checked
 ZERO_LOSS = 1e-9  # squared answers; for solutions that are constructed, not reached by descent
 EXACT = 1e-9  # relative error that rounding may leave where something holds exactly
 DESCENT_ALLOWED = 0.01  # of the bound
-ERRORS = 4.0  # standard errors that a frequency may be off; there are a dozen of them
+ERRORS = 4.0  # standard errors that a mean loss may be off; there are dozens of them
+UNLIKELY = 3e-5  # chance of a frequency so far off: that of 4 standard errors, on one side
 
 
 @dataclass(frozen=True)
@@ -733,13 +736,24 @@ def _downstream(result: Result) -> list[Statement]:
     two = [row for row in result.heads if row.solution == TWO]
     worst = max((row.worst_covered for row in two if row.worst_covered is not None), default=math.inf)
     last = {row.length: row for row in two}
-    above = [row for row in two if row.failures > row.claimed + ERRORS * binomial_stderr(row.claimed, row.trials)]
-    within = all(abs(row.failures - row.expected) <= ERRORS * binomial_stderr(row.expected, row.trials) for row in two)
+    above = [row for row in two if _chance_of_more(row, row.claimed) < UNLIKELY]
+    chances = [chance(row, row.expected) for row in two for chance in (_chance_of_more, _chance_of_fewer)]
+    within = min(chances) >= UNLIKELY
     # of fewer than 10 failures the frequency is known too badly to be the example
     clearest = max(two, key=lambda row: row.failures / row.claimed if row.failures * row.trials >= 10 else 0.0)
     balanced_heads = {(row.length, row.samples): row for row in result.heads if row.solution == BALANCED}
     pairs = [(row, balanced_heads[row.length, row.samples]) for row in last.values()]
     losses = [f"{other.loss:.3g} against {row.loss:.3g} at T = {row.length}" for row, other in pairs]
+    # a descent ends at the two neurons
+    others = [row for row in result.heads if row.solution in (KINKS, BALANCED)]
+    better = [row for row in others if row.excess < -ERRORS * row.excess_stderr]
+    example = ""
+    if better:
+        best = min(better, key=lambda row: row.excess / row.excess_stderr)
+        example = (
+            f"; most clearly {best.solution}: {best.loss:.3g} at T = {best.length} and n = {best.samples}, lower by "
+            f"{rounded(-best.excess, best.excess_stderr)}"
+        )
     return [
         Statement(
             text="Theorem 5.1: on top of two neurons, the head of least norm is right on every string once its "
@@ -751,17 +765,16 @@ def _downstream(result: Result) -> list[Statement]:
             text="Theorem 5.1 as printed: it fails with probability at most 2^-n.",
             evidence=f"{100 * clearest.failures:.2f} ± {100 * clearest.failures_stderr:.2f} % fail at T = "
             f"{clearest.length} and n = {clearest.samples}, where 2^-n is "
-            f"{clearest.claimed:.3g}; {len(above)} of {len(two)} frequencies lie above it by more than {ERRORS:g} "
-            "standard errors",
+            f"{clearest.claimed:.3g}; {len(above)} of {len(two)} frequencies are so far above it that the chance of "
+            f"that many failures is below {UNLIKELY:.0e} (exact binomial)",
             shown=not above,
             contradicted=bool(above),
         ),
         Statement(
             text="Theorem 5.1, corrected: it fails with probability 2 ((1 + p) / 2)^n - p^n, p = C(T, T/2) / 2^T the "
             "probability that an answer is 0.",
-            evidence=f"all {len(two)} frequencies within {ERRORS:g} standard errors"
-            if within
-            else f"not all of {len(two)} frequencies lie within {ERRORS:g} standard errors",
+            evidence=f"{'all' if within else 'not all'} of {len(two)} frequencies are where the chance of as many "
+            f"failures, and of as few, is at least {UNLIKELY:.0e} (exact binomial)",
             shown=within,
         ),
         Statement(
@@ -770,7 +783,24 @@ def _downstream(result: Result) -> list[Statement]:
             "errors of the difference, paired by training set, needed",
             shown=all(other.excess > ERRORS * other.excess_stderr for _, other in pairs),
         ),
+        Statement(
+            text="No other solution transfers better than two neurons.",
+            evidence=f"{len(better)} of {len(others)} mean population losses of other solutions are lower by more than "
+            f"{ERRORS:g} standard errors of the difference, paired by training set{example}",
+            shown=all(row.excess > ERRORS * row.excess_stderr for row in others),
+            contradicted=bool(better),
+        ),
     ]
+
+
+def _chance_of_more(row: HeadRow, probability: float) -> float:
+    """Return the chance of at least as many failures, if each has this probability."""
+    return float(binom.sf(round(row.failures * row.trials) - 1, row.trials, probability))
+
+
+def _chance_of_fewer(row: HeadRow, probability: float) -> float:
+    """Return the chance of at most as many failures, if each has this probability."""
+    return float(binom.cdf(round(row.failures * row.trials), row.trials, probability))
 
 
 def _on_width(result: Result) -> list[Statement]:
