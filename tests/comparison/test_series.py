@@ -120,8 +120,11 @@ def test_two_series_are_compared_where_they_have_one_loss():
     between = "(interpolated in the loss: the errors do not cover how a trace bends between the two steps)"
     assert f" nats {between}. b is flatter: its trace is " in " ".join(text.split())
     *_, header, _, second, _ = (re.split("  +", line) for line in text.splitlines())
-    assert header == ["a", "b", "flatter by both traces", "loss, nats"]
+    ratios = ["trace, b / a (95 %)", "minimal trace, b / a (95 %)"]
+    assert header == ["a", "b", "flatter by both traces", "loss, nats", *ratios]
     assert second[:3] == ["a at step 20", "b at step 20", "b"]
+    ratio, (low, high) = middle.ratio("minimal-trace", "b", "a")
+    assert second[-1] == f"{ratio:.3f} ({low:.3f} to {high:.3f})"
     (answer,) = comparison.answers()
     assert (answer.question, answer.holds) == ("a or b: which is flatter at the same loss?", True)
     assert "of 3 pairs. By both traces, a is flatter in none of them and b in 3. b goes on to 0.5" in answer.detail

@@ -704,15 +704,20 @@ class ModelComparison(TraceComparison):
 
     def pairs_tables(self) -> list[tuple[list[str], list[list[str]], int]]:
         """Return the pairs of the first series and each other one, as `table` does, and which series is flatter."""
-        tables = []
+        tables, first = [], next(iter(self.series), "")
         for other, found in self.pairs_at_same_loss.items():
             rows = []
             for pair in found:
                 judged = pair.comparison.verdict()
                 flatter = judged.flattest or f"no verdict: {REASONS[judged.reasons[0]]}"
-                rows.append([pair.first, pair.second, flatter, number(pair.loss)])
+                ratios = []
+                for name in pair.comparison.traces:
+                    ratio, interval = pair.comparison.ratio(name, *pair.names)
+                    ratios.append(f"{in_digits(ratio)} ({' to '.join(map(in_digits, interval))})")
+                rows.append([pair.first, pair.second, flatter, number(pair.loss), *ratios])
             if rows:
-                tables.append(([next(iter(self.series)), other, "flatter by both traces", "loss, nats"], rows, 3))
+                heads = [f"{TITLES[name]}, {other} / {first} (95 %)" for name in found[0].comparison.traces]
+                tables.append(([first, other, "flatter by both traces", "loss, nats", *heads], rows, 3))
         return tables
 
     @property
