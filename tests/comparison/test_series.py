@@ -165,6 +165,7 @@ def test_a_series_that_comes_back_to_a_loss_has_a_verdict_only_where_the_order_i
             "but a has this loss, as far as can be told, between steps 10 and 20 too, and its trace there is 0.933 "
             "times c's. Next: give only steps over which the loss falls, or only steps over which it rises, or "
         ) in str(found)
+        assert "At step 0: c, without steps." in comparison_page(comparison)
 
 
 def test_checkpoints_of_one_loss_are_pairs_without_a_verdict_where_their_orders_differ():

@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from isoloss.comparison.models import TITLES, ModelComparison
-from isoloss.comparison.verdict import in_digits, times_in_words
+from isoloss.comparison.verdict import in_digits, listed, times_in_words
 from isoloss.report.html import Card, IntervalRow, Section, Tone, interval_rows, page, table
 from isoloss.statistics.estimate import interval, number
 
@@ -125,6 +125,8 @@ def _series_page(
             " Rounding is one fixed change of the weights: a rise may be below 0, and move between steps by more than "
             "its error, which is over texts."
         )
+    if alone := [name for name, series in comparison.series.items() if [*series] == [0]]:
+        about += f" At step 0: {listed(alone)}, without steps."
     charts = {("steps", "Over the steps", about): curves(frame, shown)}
     panels = []
     for column in (column for column in shown if column.name in comparison.traces):
