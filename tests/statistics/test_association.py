@@ -206,6 +206,9 @@ def test_p_values_are_adjusted_for_all_pairs_and_so_is_what_could_be_shown():
     assert not first.shown
     one = dataclasses.replace(first, pairs=1, clusters=3).sentence()
     many = dataclasses.replace(first, pairs=500).sentence()
+    two = dataclasses.replace(first, clusters=3)
+    assert two.advice.endswith(": take at least 4 seeds, and 5 for all of these pairs")
+    assert two.sentence(with_advice=False).endswith(" after Holm.")
     assert one.endswith("3 seeds are too few to test 1 pair of measures and outcomes: take at least 4 seeds.")
     assert many.endswith("4 seeds are too few to test 500 pairs of measures and outcomes: test fewer pairs.")
 

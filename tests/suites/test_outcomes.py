@@ -59,7 +59,10 @@ def test_a_table_by_labels(tmp_path):
         ("seed,step,note\n0,10,good\n", "has no numeric column besides seed, step; it has seed, step, note"),
         ("seed,step,qa\n0,10,0.5\n0,20,half\n", "line 3: the column qa should hold numbers, but has 'half'"),
         ("seed,qa\n0,0.5\n", "line 2: seed 0 is runs/seed0@step10 or runs/seed0@step20; add a label column"),
-        ("seed,step,qa\n0,10,0.5\n0,10,0.6\n", "lines 2 and 3 are both for runs/seed0@step10: leave out one of them"),
+        (
+            "seed,step,qa\n0,10,0.5\n0,10,0.6\n",
+            r"lines 2 and 3 are both for runs/seed0@step10 \(by seed, step\): leave out one",
+        ),
         ("seed,step,qa\n0,10,inf\n", "qa of .*results.csv, line 2: the estimate is not finite"),
         ("seed,step,qa,qa_stderr\n0,10,1,-1\n", "qa of .*results.csv, line 2: stderr is -1.0; it must be at least 0"),
         ("seed,step,qa,qa\n0,10,1,2\n", "has two columns 'qa': leave out one of them"),

@@ -330,7 +330,7 @@ def test_a_plan_without_files_and_hub(here, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "To download: 11 GB" in out
     assert (
-        "2 trainings: the suite will have the numbers, but which measure predicts which outcome takes at least 3; to"
+        "2 trainings: the suite will have the numbers, but which measure predicts which outcome takes at least 4; to"
         in out
     )
     Path("big.toml").write_text(Path("big.toml").read_text().replace("parameters", "# parameters"))

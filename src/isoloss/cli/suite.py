@@ -244,14 +244,14 @@ def _finish(folder: SuiteFolder, args: Any, status: int, command: str) -> int:
 
 def _too_few(folder: SuiteFolder) -> str:
     """Return that the suite will have no answers, because it has too few clusters; empty if it has enough."""
-    from isoloss.statistics.association import LEAST_CLUSTERS
+    from isoloss.statistics.association import clusters_to_show
 
-    count, cluster = folder.num_clusters(), folder.config.cluster or "training"
-    if count >= LEAST_CLUSTERS:
+    count, cluster, least = folder.num_clusters(), folder.config.cluster or "training", clusters_to_show(1)
+    if least is None or count >= least:
         return ""
     told = (
         f"{count} {cluster}{'s' * (count > 1)}: the suite will have the numbers, but which measure predicts which "
-        f"outcome takes at least {LEAST_CLUSTERS}"
+        f"outcome takes at least {least}"
     )
     return f"{told}; to compare two trainings, see isoloss compare" if count == 2 else told
 
@@ -262,9 +262,11 @@ def _sentences(answers: Sequence[Association]) -> Iterator[str]:
 
     known = strongest_first(each for each in answers if each.pearson)
     count = sum(each.shown for each in answers) + _FEW
-    yield from (each.sentence() for each in known[:count])
+    yield from (each.sentence(with_advice=False) for each in known[:count])
     if len(known) > count:
         yield f"{len(known) - count} more pairs are not shown, with weaker correlations: they are on the page."
+    # once, as it is the same for all
+    yield from (f"{advice}." for advice in dict.fromkeys(each.advice for each in known) if advice)
     for problem in dict.fromkeys(each.problem for each in answers if each.problem):
         first, *more = [each for each in answers if each.problem == problem]
         many = f"{1 + len(more)} of {len(answers)} pairs cannot be tested, such as {first.measure} and {first.outcome}"

@@ -92,8 +92,11 @@ class Association:
         """The same without the interval over levels, so only for the levels of this suite."""
         return self.pearson is not None and _without_0(self.pearson) and self.p_adjusted < _LEVEL
 
-    def sentence(self) -> str:
-        """Return the answer in words; it says "predicts" only if it is `shown`."""
+    def sentence(self, *, with_advice: bool = True) -> str:
+        """Return the answer in words; it says "predicts" only if it is `shown`.
+
+        `with_advice`: also what to do where there are too few clusters to show any pair.
+        """
         measure, outcome = (f"log {name}" if name in self.logarithms else name for name in (self.measure, self.outcome))
         if self.pearson is None:
             return f"Whether {measure} predicts {outcome} at the same {self.given[0]} is not known ({self.problem})."
@@ -105,10 +108,8 @@ class Association:
         beyond = ""
         if self._shown_here and not self.shown and self.over_levels is not None:
             beyond = f" beyond these {self.over_levels.clusters} {_plural(self.over[1])}"
-        could = ""
-        if not _can_show(self.pairs, self.clusters):
-            could = f"; {self._what_to_do()}"
-        elif not self.shown:
+        could = f"; {self.advice}" if self.advice and with_advice else ""
+        if not self.advice and not self.shown:
             could = f"; the smallest correlation that this suite could show is {self.detectable:.2f}"
         predicts = "predicts" if self.shown else "is not shown to predict"
         return (
@@ -117,16 +118,20 @@ class Association:
             f"Holm{could}."
         )
 
-    def _what_to_do(self) -> str:
-        """Return the advice for a suite with too few clusters for its pairs."""
-        unit = _plural(self.over[0])
-        enough = next((number for number in range(3, _ALL + 2) if _can_show(self.pairs, number)), None)
-        advice = "test fewer pairs" if self.pairs > 1 else "", f"take at least {enough} {unit}" if enough else ""
-        pairs = "1 pair" if self.pairs == 1 else f"{self.pairs:,} pairs"
-        return (
-            f"{self.clusters} {unit} are too few to test {pairs} of measures and outcomes: "
-            f"{', or '.join(filter(None, advice))}"
-        )
+    @property
+    def advice(self) -> str:
+        """What to do in a suite with too few clusters for its pairs; empty: it has enough, or r is not known."""
+        if self.pearson is None or _can_show(self.pairs, self.clusters):
+            return ""
+        unit, one, all_of_them = _plural(self.over[0]), clusters_to_show(1), clusters_to_show(self.pairs)
+        pairs, steps = f"{self.pairs:,} pairs", f"take at least {one} {unit}"
+        if self.pairs == 1:
+            pairs = "1 pair"
+        elif not _can_show(1, self.clusters):
+            steps += f", and {all_of_them} for all of these pairs" if all_of_them else ", and test fewer pairs"
+        else:
+            steps = "test fewer pairs" + (f", or take at least {all_of_them} {unit}" if all_of_them else "")
+        return f"{self.clusters} {unit} are too few to test {pairs} of measures and outcomes: {steps}"
 
     def __str__(self) -> str:
         return self.sentence()
@@ -252,6 +257,11 @@ def strongest_first(associations: Iterable[Association]) -> list[Association]:
 
 def _plural(name: str) -> str:
     return f"{name.removesuffix('s')}s"
+
+
+def clusters_to_show(pairs: int) -> int | None:
+    """Return the fewest clusters with which so many pairs could be shown; None: no number is enough."""
+    return next((number for number in range(LEAST_CLUSTERS, _ALL + 2) if _can_show(pairs, number)), None)
 
 
 def _can_show(pairs: int, clusters: int) -> bool:

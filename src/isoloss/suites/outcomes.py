@@ -107,11 +107,11 @@ def _of_table(path: Path, members: Sequence[Member]) -> list[Outcome]:
         if not fitting:
             others.append(f"line {line}, {told}")
             continue
-        name = fitting[0].name
+        name, by = fitting[0].name, ", ".join(keys)
         if len(fitting) > 1:
             raise IsolossError(f"{path}, line {line}: {told} is {name} or {fitting[1].name}; add a label column")
         if (first := lines.setdefault(name, line)) != line:
-            raise IsolossError(f"{path}, lines {first} and {line} are both for {name}: leave out one of them")
+            raise IsolossError(f"{path}, lines {first} and {line} are both for {name} (by {by}): leave out one")
         for outcome in (outcome for outcome in names if index in numbers[outcome]):
             value, stderr = numbers[outcome][index], numbers.get(f"{outcome}{_STDERR}", {}).get(index)
             samples, method = 1 if stderr is None else UNKNOWN, f"{outcome} of {path}, line {line}"

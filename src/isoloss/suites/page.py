@@ -35,6 +35,12 @@ from isoloss.suites.table import SuiteTable, column_name
 
 _CARDS, _PAIRS = 5, 3  # the number of cards, and of pairs in the first figure
 _LOSSES = ["#4A5FD9", "#B455A0", "#E0782F"]  # from the lowest loss to the highest, on white and on dark paper
+_PARTS = {
+    "spearman": "rank correlation",
+    "within_band": "within a band of losses",
+    "over_levels": "over levels",
+    "kendall": "granulated Kendall",
+}
 _UP, _DOWN = "0 114 178", "213 94 0"  # colors of positive and negative correlations
 _LETTERS = 40  # in a line of an axis title
 _JUMPING = ("loss", "trace", "minimal-trace")
@@ -51,7 +57,9 @@ _PICKING = (
 )
 _READING = (
     "r at the same loss is the partial correlation given the loss: the correlation between the residuals of the "
-    "measure and the outcome after a linear fit on the loss.\n"
+    "measure and the outcome after a linear fit on the loss. Where both bend along the loss in the same way, r is "
+    "large although neither says more than the loss. Its interval does not guard against that; p does, if all "
+    "trainings bend alike, and so does r within a band of losses.\n"
     "The interval contains the true r for about 95 of 100 suites like this one. Checkpoints of one cluster are not "
     "independent: the width of the interval depends on the number of clusters.\n"
     "p is the probability of a correlation at least this strong if there were none. It comes from permutations of "
@@ -59,7 +67,7 @@ _READING = (
     "clusters and over levels, if there are any, exclude 0.\n"
     "The smallest r that the suite could show is the true correlation that it would show with a probability of 80 %. A "
     "pair that is not shown may still have a correlation of up to about that size. None means that the suite has too "
-    "few clusters for so many pairs: drop pairs or add clusters.\n"
+    "few clusters for so many pairs: add clusters or, with at least 4, drop pairs.\n"
     "A jump is a step from one checkpoint of a training run to the next at which the loss or the logarithm of a trace "
     f"moves more than {JUMP:g} times as far as the median of the neighboring steps, two before and two after, as "
     "judged by the 95 % intervals. The first step is never a jump, and a run needs at least five checkpoints."
@@ -166,8 +174,8 @@ def _cell(found: Association) -> Markup:
 def _tests(answers: Sequence[Association]) -> Markup:
     """Return the table of all results for each pair."""
     header = (
-        *("measure", "outcome", "r at the same loss", "rank correlation", "within a band of losses", "over levels"),
-        *("granulated Kendall", "permutation p", "p after Holm", "smallest r it could show", "checkpoints", "clusters"),
+        *("measure", "outcome", "r at the same loss"),
+        *(*_PARTS.values(), "permutation p", "p after Holm", "smallest r it could show", "checkpoints", "clusters"),
         "remarks",
     )
     rows = []
@@ -178,7 +186,8 @@ def _tests(answers: Sequence[Association]) -> Markup:
         ps = ["–" if math.isnan(p) else probability(p) for p in (each.p_permutation, each.p_adjusted)]
         smallest = f"{each.detectable:.2f}" if each.detectable < 1 else "none" if each.detectable == 1 else "–"
         counts = (f"{each.observations:,}", f"{each.clusters:,}")
-        remarks = "; ".join(filter(None, (each.problem, each.band, *each.missing.values())))
+        missing = (f"{_PARTS[name]}: {problem}" for name, problem in each.missing.items())
+        remarks = "; ".join(filter(None, (each.problem, each.band, *missing)))
         rows.append([*logs, *found, kendall, *ps, smallest, *counts, remarks])
     return html_table(header, rows, left=2)
 
