@@ -153,7 +153,7 @@ def test_minimum_is_that_of_gradient_descent(strength: float) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     n=st.integers(8, 60),
-    width=st.integers(1, 9),
+    width=st.integers(1, 90),
     classes=st.integers(2, 5),
     strengths=st.lists(st.floats(1e-3, 10), min_size=1, max_size=3),
     seed=st.integers(0, 1000),

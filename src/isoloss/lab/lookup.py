@@ -14,7 +14,7 @@ import torch
 from isoloss.errors import IsolossError
 from isoloss.lab.languages.base import Language, Sentences
 from isoloss.transfer.config import ClassifierConfig
-from isoloss.transfer.features import one_hot
+from isoloss.transfer.features import one_hot, token_shares
 from isoloss.transfer.probe import fit_on_task
 from isoloss.transfer.results import TransferResult
 from isoloss.transfer.tasks import TaskData
@@ -93,6 +93,11 @@ def one_hot_features(language: Language, sentences: Sentences, causal: bool = Fa
         [[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     """
     return one_hot(sentences, language.vocab_size)
+
+
+def token_share_features(language: Language, sentences: Sentences, causal: bool = False) -> torch.Tensor:
+    """Return the share of each token in each sentence, with or without `causal`: the mean of the one-hot tokens."""
+    return token_shares(sentences, language.vocab_size)
 
 
 def lookup_probe(

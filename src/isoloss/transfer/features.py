@@ -214,6 +214,14 @@ def one_hot(sentences: Sentences, width: int) -> torch.Tensor:
     return features.flatten(1)
 
 
+def token_shares(sentences: Sentences, width: int) -> torch.Tensor:
+    """Return the share of each id below `width` among the tokens of each sentence: (n, width) float32."""
+    present = sentences.present()
+    counts = torch.zeros(len(sentences.tokens), width)
+    counts.scatter_add_(1, sentences.tokens.masked_fill(~present, 0), present.float())
+    return counts / sentences.lengths[:, None]
+
+
 def is_custom_module(model: Any) -> bool:
     """Return whether a model is your own module, which has no known body before a prediction head."""
     inner: Any = architecture(model)

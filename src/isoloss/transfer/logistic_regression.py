@@ -107,6 +107,12 @@ def fit(
     center = x.mean(dim=0)
     x = x - center
     labels = labels.to(x.device)
+    # The best weights, and the gradients on the way, are combinations of the examples. So few examples of many
+    # features, such as one-hot tokens, are written in an orthonormal basis of their span.
+    basis = None
+    if len(x) <= _EXACT_WIDTH and len(x) < x.shape[1]:
+        basis, triangular = torch.linalg.qr(x.T)
+        x = triangular.T.contiguous()
     moments = _second_moments(x)
     problems = []
     for strength in regularization:
@@ -114,6 +120,7 @@ def fit(
         problem.minimize(tolerance, max_evaluations)
         problems.append(problem)
     weights = torch.stack([problem.weight for problem in problems])
+    weights = weights if basis is None else weights @ basis.T
     intercepts = torch.stack([problem.bias for problem in problems]) - weights @ center
     return LogisticFit(
         weights=weights,

@@ -161,6 +161,16 @@ def test_sentences_without_a_label_and_of_other_lengths():
     fitted = scipy_probe(one_hot(drawn.train.tokens.numpy()), drawn.train_labels.numpy(), len(drawn.classes))
     assert one.value == pytest.approx(share_right(fitted(one_hot(tokens)), joint), abs=0.005)
     assert one.num_predictions == (joint.sum(axis=1) > 0).sum()
+    # with the pooling of a probe's states, the mean over the tokens that there are
+    means = [
+        one_hot(each.tokens.numpy()).reshape(len(each.tokens), language.max_length, -1).sum(axis=1) / n[:, None]
+        for each in (drawn.train, sentences)
+        for n in [each.lengths.numpy()]
+    ]
+    fitted = scipy_probe(means[0], drawn.train_labels.numpy(), len(drawn.classes))
+    mean = accuracy(f"one-hot-{task}", {**WHOLE, "probe_pooling": "mean"}, None, context)
+    assert mean.value == pytest.approx(share_right(fitted(means[1]), joint), abs=0.005)
+    assert abs(mean.value - one.value) > 0.02
 
 
 def test_the_draws_of_a_few_shot_probe_are_slices_of_one_stream(model, language, context):

@@ -500,21 +500,34 @@ class LogLookup(Lookup):
 
 @dataclass(frozen=True, kw_only=True)
 class OneHot(Lookup):
-    """Accuracy of the same probe on the tokens themselves, one-hot: what a model must beat."""
+    """Accuracy of the same probe on the tokens themselves, one-hot: what a model must beat.
+
+    Token by token, or with the pooling `mean` on their mean, the share of each token in the text.
+    """
 
     features: ClassVar[str] = "one_hot_features"
+
+    def __post_init__(self) -> None:
+        """Keep the one pooling that tokens have, too: the first or the last alone would be no baseline."""
+        pooling = self.probe_pooling
+        super().__post_init__()
+        if pooling == "mean":
+            object.__setattr__(self, "probe_pooling", pooling)
 
     def _examples(self, source: TextTask, context: MeasureContext) -> TextExamples:
         return Probe._examples(self, source, context)
 
     def _table(self, context: MeasureContext) -> Callable[[Any, Sentences, bool], torch.Tensor]:
-        if self._source is None:
-            return super()._table(context)
-        from isoloss.text.tokenizers import vocabulary
-        from isoloss.transfer.features import one_hot
+        from isoloss.lab import lookup
+        from isoloss.transfer import features
 
-        width = len(vocabulary(context.tokenizer()))
-        return lambda _, sentences, causal: one_hot(sentences, width)
+        is_mean = self.probe_pooling == "mean"
+        if self._source is None:
+            return lookup.token_share_features if is_mean else lookup.one_hot_features
+        from isoloss.text.tokenizers import vocabulary
+
+        width, make = len(vocabulary(context.tokenizer())), features.token_shares if is_mean else features.one_hot
+        return lambda _, sentences, causal: make(sentences, width)
 
 
 @dataclass(frozen=True, kw_only=True)
