@@ -22,6 +22,14 @@ def at(kl=0.04, trace=40.0, root=0.5):
     return known.checkpoint(("root",), kl, trace, (root,))
 
 
+def on_their_own(pairs):
+    """The same pairs, each measured on sentences of its own, so that the error is over seeds alone."""
+    return [
+        tuple({key: dataclasses.replace(each, inputs=f"sentences {i}") for key, each in one.items()} for one in pair)
+        for i, pair in enumerate(pairs)
+    ]
+
+
 def answer(claim, keys, pairs, where=""):
     (found,) = answers(claim, Contrast(names=("plain", "other"), pairs=pairs, where=where), keys)
     return found
@@ -115,13 +123,44 @@ def test_what_was_measured_on_other_sentences_is_not_paired():
 
 def test_a_mean_over_seeds_is_that_of_a_paired_t_test():
     before, after = [40.0, 43.5, 38.0], [36.0, 41.0, 33.0]
-    pairs = [(at(trace=a), at(trace=b)) for a, b in zip(before, after, strict=True)]
+    pairs = on_their_own([(at(trace=a), at(trace=b)) for a, b in zip(before, after, strict=True)])
     moved = change(pairs, "trace")
     theirs = stats.ttest_rel(after, before)
     assert moved.value / moved.stderr == pytest.approx(theirs.statistic, rel=1e-9)
     interval = theirs.confidence_interval(0.95)
     assert moved.ci95 == pytest.approx((interval.low, interval.high), rel=1e-6)
     assert moved.samples == 3
+
+
+def right_on(correct):
+    """The accuracy of one probe that is right on these examples."""
+    examples = {"predictions": (~correct)[None].astype(np.uint8), "labels": np.zeros(len(correct), np.uint8)}
+    return dataclasses.replace(known.accuracy(0.5), value=correct.mean(), examples=examples)
+
+
+@pytest.mark.parametrize("kind", ["trace", "accuracy"])
+def test_examples_that_all_seeds_share_are_in_the_error(kind):
+    """Drawn 400 times: an effect of each seed, and one of each example, which is the same at all seeds."""
+    g, n, covered, alone = np.random.default_rng(0), 64, [], []
+    for _ in range(400):
+        before, after, pairs = *g.normal(size=(2, n)), []
+        for _ in range(6):
+            if kind == "trace":
+                influences = before, after + 0.1 * g.normal() + 0.5 * g.normal(size=n)
+                two = [known.measured(each.mean(), influence=each - each.mean()) for each in influences]
+            else:
+                two = [right_on(each + 0.5 * g.normal(size=n) > 0) for each in (before, after)]
+            pairs.append(tuple({kind: each} for each in two))
+        found = change(pairs, kind)
+        for which, (low, high) in (
+            (covered, found.ci95),
+            (alone, over_seeds([difference(second[kind], first[kind]) for first, second in pairs]).ci95),
+        ):
+            which.append(low <= 0 <= high)
+    assert np.mean(alone) < 0.8
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.035)
+    said = Contrast(names=("plain", "other"), pairs=pairs).described(kind, found)
+    assert f"over 6 seeds (t with {found.freedom:.3g} degrees of freedom), and over the examples, which all" in said
 
 
 def test_accuracies_keep_their_unit_in_a_mean():
@@ -147,7 +186,7 @@ def test_one_run_shows_no_spread():
     ],
 )
 def test_the_mean_difference_of_the_loss_is_shown_to_be_within_the_margin(moves, same):
-    found = same_loss([(at(), at(kl=0.04 + move)) for move in moves])
+    found = same_loss(on_their_own([(at(), at(kl=0.04 + move)) for move in moves]))
     assert found.shown is same
     if len(set(moves)) > 1:
         sides = {"greater": -0.01, "less": 0.01}
@@ -164,7 +203,7 @@ def test_one_pair_has_the_same_loss_by_its_sentences():
 
 def test_over_clusters_the_mean_is_that_of_their_means():
     moves, clusters = [1.0, 3.0, 4.0, 4.0, 7.0], ["a", "a", "b", "b", "c"]
-    pairs = [(at(trace=40.0), at(trace=40.0 + move)) for move in moves]
+    pairs = on_their_own([(at(trace=40.0), at(trace=40.0 + move)) for move in moves])
     moved = change(pairs, "trace", clusters=clusters)
     theirs = stats.ttest_1samp([2.0, 4.0, 7.0], 0)
     assert moved.value == pytest.approx(13 / 3)
@@ -176,7 +215,7 @@ def test_over_clusters_the_mean_is_that_of_their_means():
 
 
 def test_a_claim_is_judged_by_the_spread_over_seeds():
-    steady = [(at(trace=40.0), at(trace=37.0 - seed / 10)) for seed in range(3)]
+    steady = on_their_own([(at(trace=40.0), at(trace=37.0 - seed / 10)) for seed in range(3)])
     result = answer(FLATTER, TRACE, steady, "All last.")
     assert result.verdict is Verdict.SHOWN
     assert result.explanation == (
@@ -185,7 +224,7 @@ def test_a_claim_is_judged_by_the_spread_over_seeds():
     assert str(result.numbers["difference"]) == "-3.100 ± 0.058 nats per predicted token"
     assert list(result.numbers) == ["plain", "other", "difference"]
     # the same mean, and 2.7 standard errors: with three seeds that is no 95 % interval
-    spread = [(at(trace=40.0), at(trace=38.9 - 2 * seed)) for seed in range(3)]
+    spread = on_their_own([(at(trace=40.0), at(trace=38.9 - 2 * seed)) for seed in range(3)])
     result = answer(FLATTER, TRACE, spread)
     assert -result.difference.value / result.difference.stderr == pytest.approx(2.7, abs=0.05)
     assert result.verdict is Verdict.NOT_SHOWN

@@ -23,9 +23,13 @@ from isoloss.statistics.estimate import Estimate, interval
 from isoloss.statistics.power import minimal_detectable_effect
 from isoloss.statistics.significance import LOSS_MARGIN, Equivalence, equivalence, holm, largest_size, mcnemar
 from isoloss.studies.plan import AnyScale, call_study_hook
-from isoloss.studies.results import UNITS, Checkpoint, Pair, Results, change, common_measures, loss_key, mean
+from isoloss.studies.results import SHARED, UNITS, Checkpoint, Pair, Results, change, common_measures, loss_key, mean
 
 ALPHA = 0.05  # the level of all tests
+OTHER_PARAMETERS = (
+    "the models have different parameters, and a trace is a sum over them: measure the trace in one size, such as "
+    "minimal-trace-in-d64"
+)
 CONTROL_SHOWN = "positive control shown"
 
 Direction = Literal["decrease", "increase", "no change within"]
@@ -88,6 +92,8 @@ class Contrast:
         where: A sentence that says which checkpoints these are, for the explanation.
         case: Distinguishes the contrasts of one claim, e.g. `d16 to d32`.
         needs_same_loss: Whether claims about anything but the loss need the two to have the same loss.
+        needs_same_parameters: Whether claims about a trace need the two to have as many parameters: it is a sum over
+            them, and says little of models of two sizes.
         clusters: The independent unit of each pair, such as its grammar: errors are over these. Empty: over pairs, of
             which those that share a seed and language, directly or through other pairs, count as one; or over the
             examples of a single pair.
@@ -102,6 +108,7 @@ class Contrast:
     where: str = ""
     case: str = ""
     needs_same_loss: bool = True
+    needs_same_parameters: bool = True
     clusters: Sequence[str] = ()
     clusters_are: str = "clusters"
     slopes: Mapping[str, Estimate] = field(default_factory=dict)
@@ -775,9 +782,17 @@ def _answer(claim: Claim, contrast: Contrast | Trend, key: str, case: str, gate:
     # the difference is exactly 0 ± 0: a test would show "no change" of a model compared with itself
     if all(one[key].weights == two[key].weights != "" for one, two in pairs):
         return dataclasses.replace(found, withheld="the weights are identical")
+    if isinstance(contrast, Contrast) and contrast.needs_same_parameters and _are_unlike(pairs, key):
+        return dataclasses.replace(found, withheld=OTHER_PARAMETERS)
     p, within = p_value(judged, claim.direction, claim.margin), claim.no_effect_within
     p_no_effect = None if within is None else equivalence(judged, within, alpha=ALPHA).p_value
     return _judged(claim, dataclasses.replace(found, p_value=p, p_no_effect=p_no_effect))
+
+
+def _are_unlike(pairs: Sequence[Pair], key: str) -> bool:
+    """Whether a key is a trace, and the two models of a pair have other parameters, over which it is a sum."""
+    numbers = [[one[key].details.get("num_parameters") for one in pair] for pair in pairs]
+    return "trace" in key and any(first != second for first, second in numbers)
 
 
 def _judged(
@@ -936,16 +951,23 @@ def at_same_loss(compared: Contrast | Trend, key: str, factor: float = 1.0) -> E
     return adjusted_to_loss(compared.change(key, factor), loss, slope, same_clusters=is_own)
 
 
+def _freedom(measured: Estimate) -> str:
+    """Return the degrees of freedom, and what the examples add to the error, if these are the same for all runs."""
+    shared = measured.details.get(SHARED)
+    also = f", and over the examples, which all models share: ± {shared:.2g} of the error" if shared else ""
+    return f"(t with {measured.freedom:.3g} degrees of freedom){also}"
+
+
 def _paired_over(measured: Estimate, contrast: Contrast, key: str) -> str:
     """Return what the error of a difference is over, with McNemar's test for a single pair of probes."""
     pairs = contrast.pairs
     if contrast.clusters:
         return (
-            f"{len(pairs)} pairs by seed, 95 % interval over {measured.samples} {contrast.clusters_are} (t with "
-            f"{measured.samples - 1} degrees of freedom)"
+            f"{len(pairs)} pairs by seed, 95 % interval over {measured.samples} {contrast.clusters_are} "
+            f"{_freedom(measured)}"
         )
     if len(pairs) > 1:
-        return f"paired by seed, 95 % interval over {len(pairs)} seeds (t with {len(pairs) - 1} degrees of freedom)"
+        return f"paired by seed, 95 % interval over {len(pairs)} seeds {_freedom(measured)}"
     if measured.is_exact:
         return "both exact: the verdict is on these two models, not on others that are trained alike"
     first, second = (checkpoint[key] for checkpoint in pairs[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -75,6 +76,13 @@ class CheckpointEstimate(Estimate):
         return predictions.mode(dim=0).values == torch.from_numpy(self.examples["labels"].astype(np.int64))
 
 
+PROBES = {  # of a model's states, and what the number at the end of their names is
+    "probe-": "",
+    "few-shot-": "examples",
+    "invariant-few-shot-": "examples, invariant",
+    "projected-": "columns",
+}
+SHARED = "stderr_of_shared_examples"  # in the details of a mean over runs
 OVER_SEEDS = "mean over pre-training seeds"  # the method of an estimate whose error is over seeds
 
 Checkpoint = Mapping[str, CheckpointEstimate]  # what was measured of one checkpoint: kl, trace, probe-root, ...
@@ -283,19 +291,19 @@ def _add(checkpoint: dict[str, CheckpointEstimate], measure: str, estimates: Map
 def common_measures(scale: AnyScale) -> dict[str, dict[str, str]]:
     """Return what any study's claims can measure, by case.
 
-    Each measure, `flatness` (both traces) and `transfer` (all probes, those on few sentences too).
+    Each measure, `flatness` (both traces) and `transfer` (all probes, also few-shot and projected ones).
     """
     measures = [measure for one in scale.experiments.values() for part in one.measurements for measure in part.measures]
     by_name = {m: {"": m} for m in dict.fromkeys(measures)}
     flatness = {trace: trace for trace in RESCALED if trace in by_name}
     probes = {}
-    for measure in by_name:
-        kind, _, task = measure.replace("few-shot-", "few_shot-").partition("-")
-        if kind == "few_shot":
-            task, _, examples = task.rpartition("-")
-            task = f"{task} ({examples} examples)"
-        if kind in ("probe", "few_shot"):
-            probes[task] = measure
+    for measure, (kind, words) in itertools.product(by_name, PROBES.items()):
+        if measure.startswith(kind):
+            case = measure.removeprefix(kind)
+            if words:
+                task, _, number = case.rpartition("-")
+                case = f"{task} ({number} {words})"
+            probes[case] = measure
     return {"kl": {"": "kl"}, **by_name, "flatness": flatness, "transfer": probes}
 
 
@@ -440,7 +448,8 @@ def cka(first: CheckpointEstimate, second: CheckpointEstimate) -> Estimate:
 def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean over runs of different seeds, with the standard error of their mean.
 
-    It includes each run's own error of measurement where each is measured on sentences of its own.
+    It includes each run's own error of measurement where each is measured on sentences of its own; `mean` and `change`
+    add that of sentences which all runs share.
     """
     if len(estimates) < 2:
         raise IsolossError("a mean over seeds needs at least two runs")
@@ -457,12 +466,20 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def mean(estimates: Sequence[Estimate], *, clusters: Sequence[str] = ()) -> Estimate:
-    """Return the mean over clusters or, without clusters, over seeds; of a single one, the estimate itself."""
-    if not clusters:
-        return estimates[0] if len(estimates) == 1 else over_seeds(estimates)
-    from isoloss.statistics.clusters import cluster_mean
+    """Return the mean over clusters or, without clusters, over seeds; of a single one, the estimate itself.
 
-    return cluster_mean([estimate.value for estimate in estimates], clusters, unit=estimates[0].unit)
+    The error of estimates of checkpoints includes that of the examples, where these are the same for all.
+    """
+    if not clusters:
+        found = estimates[0] if len(estimates) == 1 else over_seeds(estimates)
+    else:
+        from isoloss.statistics.clusters import cluster_mean
+
+        found = cluster_mean([estimate.value for estimate in estimates], clusters, unit=estimates[0].unit)
+    checkpoints = [one for one in estimates if isinstance(one, CheckpointEstimate)]
+    if len(checkpoints) < len(estimates):
+        return found
+    return _with_shared_examples(found, [_influence_of(one) for one in checkpoints], checkpoints)
 
 
 def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0, clusters: Sequence[str] = ()) -> Estimate:
@@ -470,9 +487,51 @@ def change(pairs: Sequence[Pair], key: str, *, factor: float = 1.0, clusters: Se
 
     One pair has the error of the difference on the same examples; several seeds have the error of the mean of the
     differences, which are paired by seed; clusters, such as the grammar of each pair, have the error of the mean of the
-    clusters' mean differences (`isoloss.statistics.clusters.cluster_mean`).
+    clusters' mean differences (`isoloss.statistics.clusters.cluster_mean`). Where all were measured on the same
+    examples, the seeds or clusters do not show how far these move the mean: their part of the error is added.
     """
-    return mean([difference(second[key], first[key], factor=factor) for first, second in pairs], clusters=clusters)
+    found = mean([difference(second[key], first[key], factor=factor) for first, second in pairs], clusters=clusters)
+    scale = 100 if pairs[0][0][key].unit == "accuracy" else 1
+    moves = [scale * (_influence_of(b[key]) - factor * _influence_of(a[key])) for a, b in pairs]
+    return _with_shared_examples(found, moves, [one[key] for pair in pairs for one in pair])
+
+
+def _influence_of(one: CheckpointEstimate) -> np.ndarray[Any, Any]:
+    """Return what each example adds to an estimate, as an influence; empty: it is exact, or that is not known."""
+    if "influence" in one.examples:
+        return one.examples["influence"].astype(np.float64)
+    if one.is_accuracy:
+        by_example = (one.examples["predictions"] == one.examples["labels"]).mean(axis=0)
+        centered: np.ndarray[Any, Any] = by_example - by_example.mean()
+        return centered
+    return np.zeros(0)
+
+
+def _with_shared_examples(
+    found: Estimate, influences: Sequence[np.ndarray[Any, Any]], measured: Sequence[CheckpointEstimate]
+) -> Estimate:
+    """Add to the error of a mean over runs that of the examples, where all `measured` have the same.
+
+    The two are independent. The part of an example's influence that differs between runs counts twice, so the error is
+    a little too large rather than too small. The degrees of freedom are those of such a sum (Satterthwaite 1946).
+    """
+    n = measured[0].samples if "influence" in measured[0].examples else len(influences[0])
+    are_same = len({one.inputs for one in measured}) == len({len(each) for each in influences}) == 1
+    # the difference of a single pair is over its examples already
+    if len(influences) < 2 or not are_same or n < 2:
+        return found
+    shared = math.sqrt(float(np.square(np.mean(influences, axis=0)).sum()) / (n * (n - 1)))
+    if shared == 0:
+        return found
+    # Welch and Satterthwaite
+    squares = found.stderr**2, shared**2
+    freedom = sum(squares) ** 2 / (squares[0] ** 2 / found.freedom + squares[1] ** 2 / (n - 1))
+    return dataclasses.replace(
+        found,
+        stderr=math.sqrt(sum(squares)),
+        effective_samples=freedom + 1,
+        details={**found.details, SHARED: shared},
+    )
 
 
 def loss_key(pairs: Sequence[Pair]) -> str:

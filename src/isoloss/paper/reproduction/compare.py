@@ -406,6 +406,8 @@ def _contrast(data: DatasetResults, comparison: Comparison) -> Contrast:
         where=where,
         case=comparison.case,
         needs_same_loss=comparison.needs_same_loss,
+        # the claim says that the architectures differ
+        needs_same_parameters=comparison.kind != "pre-ln",
         clusters=clusters,
         clusters_are=clusters_are,
         not_tested=not_tested,
