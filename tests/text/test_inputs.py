@@ -371,7 +371,8 @@ def test_rows_of_text_know_the_document_they_begin_in(text, vocab):
     expected = [of_token[i] for i in range(0, len(of_token) - 7, 8)]
     inputs = read(text, tokenizer=str(vocab), length=10, masking=HALF, batch_size=7)
     assert whole(inputs)["documents"].tolist() == expected
-    assert inputs.description.endswith(f"in {text}, from {len(set(expected))} documents")
+    masked = "; 50 % of the tokens masked, always by the mask token"
+    assert inputs.description.endswith(f"in {text}, from {len(set(expected))} documents{masked}")
     drawn = read(text, tokenizer=str(vocab), length=10, masking=HALF, num_sequences=60, seed=1)
     assert set(whole(drawn)["documents"].tolist()) <= set(expected)
     shown = whole(drawn)

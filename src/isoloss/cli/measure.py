@@ -25,6 +25,7 @@ from isoloss.statistics.estimate import (
     accuracy_bounds,
     adjustment,
     interval,
+    rare,
     rarity,
     rounded,
     samples_of,
@@ -250,6 +251,7 @@ def _print(args: Any, evaluations: Evaluations, inputs: Inputs | None) -> None:
                     title = label(evaluation.measure, name, tuple(evaluation.estimates))
                     common.say(f"\n{title} of {model}{step}: {estimate}")
                     _print_parts(args, estimate)
+        _say_rarity(evaluations, inputs)
     _say_below_majority(evaluations)
     if args.control:
         common.say("")
@@ -261,6 +263,30 @@ def _print(args: Any, evaluations: Evaluations, inputs: Inputs | None) -> None:
             }
             if "rescaling-control" in measured:
                 common.say_wrapped(f"control of {model}: {_control(measured)}")
+
+
+def _say_rarity(evaluations: Evaluations, inputs: Inputs | None) -> None:
+    """Say where one input makes up much of the error of an estimate in the table."""
+    from isoloss.statistics.tables import label
+
+    found = {}
+    for model, evaluation in zip(evaluations.models, evaluations, strict=True):
+        step = "" if evaluation.step is None else f" at step {evaluation.step}"
+        for name, estimate in evaluation.estimates.items():
+            title = label(evaluation.measure, name, tuple(evaluation.estimates))
+            found[f"the {title} of {model}{step}"] = estimate
+    found = {name: estimate for name, estimate in found.items() if "leading_cluster" in estimate.details}
+    if warning := rarity(found, _document_names(inputs, *found.values())):
+        _, *others = sorted(rare(found).items(), key=lambda item: -item[1])
+        also = f" So is that of {', '.join(f'{name} ({100 * part:.0f} %)' for name, part in others)}." if others else ""
+        common.say("")
+        common.say_wrapped(f"{warning}, and rare inputs may put the true value far above the interval.{also}")
+
+
+def _document_names(inputs: Inputs | None, *estimates: Estimate) -> Sequence[str]:
+    """Return where each document is and how it begins, if the samples of the estimates are documents."""
+    are_documents = all(estimate.details["clusters"] == "documents" for estimate in estimates)
+    return inputs.document_names if inputs is not None and are_documents else ()
 
 
 def _say_below_majority(evaluations: Evaluations) -> None:
@@ -351,8 +377,7 @@ def _rarity(estimate: Estimate, inputs: Any) -> str:
     """Return a warning where few inputs make up much of the error, else nothing."""
     if "leading_cluster" not in estimate.details:
         return ""
-    is_of_documents = inputs is not None and estimate.details["clusters"] == "documents"
-    return rarity({"": estimate}, inputs.document_names if is_of_documents else ())
+    return rarity({"": estimate}, _document_names(inputs, estimate))
 
 
 def _missed(args: Any, estimate: Estimate) -> float:

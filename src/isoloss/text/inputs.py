@@ -249,6 +249,7 @@ def read_inputs(
         labels = None if labels is None else labels[rows_taken]
     of_config = getattr(text_config, "pad_token_id", None)
     pads = (None if its_tokenizer is None else its_tokenizer.pad_token_id, of_config, 0)
+    masks = ""
     # of one token, a causal model predicts nothing
     sentences = _sentences(rows, data, next(int(i) for i in pads if i is not None), least=2 if kind == "causal" else 1)
     if is_masked or kind == "causal":
@@ -257,7 +258,11 @@ def read_inputs(
         whole = {"input_ids": sentences.tokens, "attention_mask": present.long(), "labels": targets}
     else:
         special = _special_ids(its_tokenizer, mask_id, text_config.vocab_size, checkpoint)
-        whole = mask(sentences, special, masking or ObjectiveConfig(), generator=generator(seed, "masks"))
+        objective = masking or ObjectiveConfig()
+        whole = mask(sentences, special, objective, generator=generator(seed, "masks"))
+        masked = "one token of each" if objective.masking == "one" else f"{100 * objective.fraction:g} % of the tokens"
+        # said, as a Trainer's collator leaves some as they are, and its loss is lower
+        masks = f"; {masked} masked, always by the mask token"
     if origins is not None:
         number = len(np.unique(origins))
         description += f", from {number:,} document{'s' if number > 1 else ''}"
@@ -268,6 +273,7 @@ def read_inputs(
             auxiliary_sample = replace(auxiliary_sample, origins=None)
             description += ", too few to tell how texts differ (a folder of texts or a .jsonl file has more): "
             description += "errors are for these texts alone"
+    description += masks
     inputs = make_inputs(_cut(whole, batch_size), kind, description)
     inputs = replace(inputs, auxiliary_sample=auxiliary_sample, documents=names)
     if sizes is None:
