@@ -412,6 +412,9 @@ def test_a_sequence_that_decides_the_error_is_told(capsys, folder, monkeypatch):
     assert "squared error" not in call(capsys, *words).out
     monkeypatch.setattr(ClusteredRatio, "leading", 0.92)
     assert "one of the sequences makes up 92 % of the squared error" in call(capsys, *words).out
+    both = " ".join(call(capsys, folder / "b", *words).out.split())
+    assert "makes up 92 % of the squared error of the trace of " in both
+    assert "So is that of the trace of " in both
     assert "squared error" not in call(capsys, *words[:-1], 31).out  # of so few, one may
 
 

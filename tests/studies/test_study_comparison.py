@@ -9,9 +9,10 @@ from scipy import stats
 
 import known_estimates as known
 from isoloss.errors import IsolossError
-from isoloss.studies.claims import Claim, Contrast, Verdict, same_loss
+from isoloss.studies import Experiment, Measurement, Scale
+from isoloss.studies.claims import OTHER_PARAMETERS, Claim, Contrast, Verdict, same_loss
 from isoloss.studies.claims import answer as answers
-from isoloss.studies.results import CheckpointEstimate, change, difference, over_seeds
+from isoloss.studies.results import CheckpointEstimate, change, common_measures, difference, over_seeds
 
 FLATTER = Claim(id="flatter", statement="Flatter.", direction="decrease", of=print, measures="trace")
 BETTER = Claim(id="better", statement="Better.", direction="increase", of=print, measures="transfer")
@@ -192,6 +193,36 @@ def test_the_mean_difference_of_the_loss_is_shown_to_be_within_the_margin(moves,
         sides = {"greater": -0.01, "less": 0.01}
         theirs = [stats.ttest_1samp(moves, edge, alternative=side).pvalue for side, edge in sides.items()]
         assert found.p_value == pytest.approx(max(theirs), rel=1e-6)
+
+
+def test_traces_of_models_of_two_sizes_are_not_tested():
+    def of_size(number, trace):
+        found = at(trace=trace)
+        return {**found, "trace": dataclasses.replace(found["trace"], details={"num_parameters": number})}
+
+    pairs = on_their_own([(of_size(10, 40.0), of_size(20, 30.0 - seed)) for seed in range(3)])
+    found = answer(FLATTER, TRACE, pairs)
+    assert (found.verdict, found.withheld) == (Verdict.NOT_TESTED, OTHER_PARAMETERS)
+    (asked,) = answers(FLATTER, Contrast(names=("small", "large"), pairs=pairs, needs_same_parameters=False), TRACE)
+    assert asked.verdict is Verdict.SHOWN
+
+
+def test_transfer_is_all_probes_of_a_models_states():
+    measures = [
+        "probe-root",
+        "few-shot-level-1-50",
+        "invariant-few-shot-level-1-50",
+        "projected-level-1-64",
+        "one-hot-root",
+    ]
+    part = Measurement(measures=("trace", *measures))
+    scale = Scale(description="", experiments={"one": Experiment(config=None, measurements=(part,))})
+    assert common_measures(scale)["transfer"] == {
+        "root": measures[0],
+        "level-1 (50 examples)": measures[1],
+        "level-1 (50 examples, invariant)": measures[2],
+        "level-1 (64 columns)": measures[3],
+    }
 
 
 def test_one_pair_has_the_same_loss_by_its_sentences():
