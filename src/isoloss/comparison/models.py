@@ -650,6 +650,12 @@ class ModelComparison(TraceComparison):
             is_chosen = trace.details["auxiliary_bigrams"] and len(self.models) > 1
             chosen = f", as is best for {self.short[next(iter(self.models))]}" if is_chosen else ""
             notes.append(f"Traces are {adjusted}{chosen}")
+        if minima := [*self.of("minimal-trace").values()] if "minimal-trace" in self.names else []:
+            part = minima[0].details.get("granularity", "tensor")
+            notes.append(
+                f"Minimal traces are over one factor for each {part}: other exact rescalings, such as of channels one "
+                "by one, can still change them (--rescaling-granularity)"
+            )
         if self._part:
             rise = next(iter(self.of("int4-rise").values()))
             clusters = "" if rise.details["clusters"] == "sequences" else f"{samples_of(rise)} in "

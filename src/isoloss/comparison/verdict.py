@@ -382,11 +382,14 @@ def verdict(
 
 def copies_in_words(comparison: TraceComparison, names: Mapping[str, str]) -> dict[Reason, str]:
     """Return a sentence on the models that have the weights of another one, and one on those of its function."""
-    copies: dict[Reason, list[str]] = {"weights": [], "function": []}
+    of_each: dict[tuple[Reason, str], list[str]] = {}
     for name, other in comparison.originals.items():
         if other != name:
-            is_copy = comparison.weights[other] == comparison.weights[name]
-            copies["weights" if is_copy else "function"].append(f"{names[other]} and {names[name]}")
+            reason: Reason = "weights" if comparison.weights[other] == comparison.weights[name] else "function"
+            of_each.setdefault((reason, other), [names[other]]).append(names[name])
+    copies: dict[Reason, list[str]] = {"weights": [], "function": []}
+    for (reason, _), group in of_each.items():
+        copies[reason].append(listed(group))
     words = {
         "weights": "have identical weights.",
         "function": "have the same loss on every input: one function, different weights.",
