@@ -36,7 +36,10 @@ def test_an_accuracy_below_the_majority_class_says_so():
     assert "no better than always giving the most common label" in below_majority(details)
     far = score(1 - labels[None], labels, ("a", "b"), method="x", settings={"train_accuracy": 0.4})
     assert "below the majority class by 60" in str(far)
-    assert "40.0 % of its training examples, so it was not fitted" in str(far)
+    assert (
+        "40.0 % of its training examples, so it could not tell them apart by these features, or was not fitted"
+        in str(far)
+    )
     heart = score(1 - labels[None], labels, ("a", "b"), method="x", settings={"train_accuracy": 1.0})
     assert "learned these by heart" in str(heart)
     assert below_majority(score(labels[None], labels, ("a", "b"), method="x").accuracy.details) is None

@@ -675,11 +675,14 @@ class ModelComparison(TraceComparison):
         for name, task in self.tasks.items():
             details = next(iter(self.of(name).values())).details
             few = ", too few for reliable errors" * (details["num_test"] < _LEAST_TEST)
-            notes.append(f"{task}: {accuracy_bounds(details)}, {details['num_test']:,} test examples{few}")
+            seen = details.get("overlap", 0)
+            shared = f", {100 * seen:.1f} % of which are training examples, too" if seen else ""
+            notes.append(f"{task}: {accuracy_bounds(details)}, {details['num_test']:,} test examples{shared}{few}")
         if self.tasks:
             states = self._states(next(iter(self.tasks)))
             notes.append(
-                f"Accuracies are of a linear probe of {states}: another pooling may rank the models differently"
+                f"Accuracies are of a linear probe of {states}: another pooling, or other training examples, may rank "
+                "the models differently"
             )
         return "".join(f"{note}. " for note in notes).rstrip()
 

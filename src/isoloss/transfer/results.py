@@ -238,7 +238,8 @@ def below_majority(details: Mapping[str, Any]) -> str | None:
     reason = (
         "has learned these by heart: more of them, stronger regularization or a projection helps"
         if train > details["majority_rate"]
-        else "was not fitted: more epochs, standardized features or the convex solver helps"
+        else "could not tell them apart by these features, or was not fitted: with the solver adamw, more epochs or "
+        "standardized features may help"
     )
     return f"{text}; the classifier is right on {100 * train:.1f} % of its training examples, so it {reason}"
 
